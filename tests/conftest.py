@@ -1,0 +1,23 @@
+"""Fixtures that several test files share: tiny model folders, written once a session."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A `--model_dir` folder with `tiny-llama` (chat template) and `tiny-reward` in it."""
+    from tests.tiny import make_tiny_llama, make_tiny_reward
+
+    folder = tmp_path_factory.mktemp("models")
+    make_tiny_llama(folder / "tiny-llama")
+    make_tiny_reward(folder / "tiny-reward")
+    return folder
