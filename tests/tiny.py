@@ -1,8 +1,8 @@
 """Tiny random models in the ordinary Hugging Face layout, for tests on a CPU.
 
-`make_tiny_llama` writes a causal model, `make_tiny_reward` a one-label sequence classifier; both come
-with a byte-level tokenizer (every text can be encoded, one token a byte) whose turns look like ChatML.
-The weights depend on `seed` alone, so a test may write the same folder twice and get the same model.
+`make_tiny_llama` writes a causal model, `make_tiny_reward` a one-label sequence classifier; both
+come with a byte-level tokenizer (every text can be encoded, one token a byte) whose turns look like
+ChatML. The weights depend on `seed` alone: written twice, the folder holds the same model.
 Nothing here is used by the suite itself.
 """
 

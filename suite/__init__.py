@@ -1,0 +1,1 @@
+"""Everything around the engine: arguments, models, prompts, records, processes, progress, demo."""
