@@ -1,0 +1,195 @@
+"""GGUF to an ordinary model folder, once.
+
+A GGUF file holds everything: sizes, weights, vocabulary and chat template. It is dequantised into
+float32 safetensors with the config and tokenizer files beside it, in a cache folder that appears
+whole or not at all; from then on it loads like any other folder. Nothing but Llama-layout files
+(llama, mistral through llama, qwen2, qwen3) is converted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from engine.config import UnsupportedModel
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+HF_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+TENSOR_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+ROPE_FACTORS = "rope_freqs.weight"  # llama3 scaling, baked in; the config says it in words
+
+
+def convert_gguf(file: Path, target: Path) -> Path:
+    """Convert `file` into the model folder `target` unless it is there; returns `target`.
+
+    Raises UnsupportedModel, or FileNotFoundError where there is no such file.
+    """
+    file, target = Path(file), Path(target)
+    if (target / "config.json").is_file():
+        return target
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no such GGUF file")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
+    try:
+        _write_model(file, scratch)
+        _publish(scratch, target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def _publish(scratch: Path, target: Path) -> None:
+    """Move the finished folder into place; another process may have been faster."""
+    try:
+        os.rename(scratch, target)
+    except OSError:
+        if not (target / "config.json").is_file():
+            raise
+
+
+def _write_model(file: Path, folder: Path) -> None:
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(file)
+    except ValueError as error:
+        raise UnsupportedModel(f"{file}: not a GGUF file ({error})") from error
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    config = _config(fields, {tensor.name for tensor in reader.tensors})
+    save_file(dict(_tensors(reader, config)), folder / "model.safetensors", {"format": "pt"})
+    _write_tokenizer(fields, folder)
+    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+
+
+def _config(fields: dict, tensor_names: set[str]) -> dict:
+    """The config.json that the file's metadata amounts to."""
+    architecture = fields.get("general.architecture")
+    if architecture not in ARCHITECTURES:
+        raise UnsupportedModel(
+            f"GGUF architecture {architecture!r} is not supported; "
+            f"supported: {', '.join(ARCHITECTURES)}"
+        )
+    if ROPE_FACTORS in tensor_names or f"{architecture}.rope.scaling.type" in fields:
+        raise UnsupportedModel("GGUF files with rope scaling are not supported; use safetensors")
+
+    def get(name: str, default=None):
+        return fields.get(f"{architecture}.{name}", default)
+
+    heads = get("attention.head_count")
+    return {
+        "architectures": [HF_CLASSES[architecture]],
+        "model_type": architecture,
+        "hidden_size": get("embedding_length"),
+        "intermediate_size": get("feed_forward_length"),
+        "num_hidden_layers": get("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": get("attention.head_count_kv", heads),
+        "head_dim": get("attention.key_length", get("embedding_length") // heads),
+        "max_position_embeddings": get("context_length"),
+        "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
+        "rope_theta": get("rope.freq_base", 10000.0),
+        "hidden_act": "silu",
+        "vocab_size": len(fields["tokenizer.ggml.tokens"]),
+        "tie_word_embeddings": "output.weight" not in tensor_names,
+        "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": fields.get("tokenizer.ggml.eos_token_id"),
+    }
+
+
+def _tensors(reader, config: dict):
+    """(HF name, float32 tensor) of each tensor of the file."""
+    from gguf.quants import dequantize
+
+    for tensor in reader.tensors:
+        values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        stem, kind = tensor.name.rsplit(".", 1)
+        if config["model_type"] == "llama" and stem.endswith(("attn_q", "attn_k")):
+            heads = "num_attention_heads" if stem.endswith("_q") else "num_key_value_heads"
+            values = _unpermute(values, config[heads])
+        yield f"{_hf_stem(stem)}.{kind}", torch.from_numpy(np.ascontiguousarray(values))
+
+
+def _hf_stem(stem: str) -> str:
+    block = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+    name = TENSOR_NAMES.get(block[2] if block else stem)
+    if name is None:
+        raise UnsupportedModel(f"GGUF tensor {stem!r} has no place in a Llama-layout model")
+    return f"model.layers.{block[1]}.{name}" if block else name
+
+
+def _unpermute(values: np.ndarray, heads: int) -> np.ndarray:
+    """Llama GGUF files interleave the two halves of each head's rotation pairs; HF does not."""
+    return (
+        values.reshape(heads, len(values) // heads // 2, 2, *values.shape[1:])
+        .swapaxes(1, 2)
+        .reshape(values.shape)
+    )
+
+
+def _write_tokenizer(fields: dict, folder: Path) -> None:
+    """A byte-level BPE tokenizer as tokenizer.json; the only kind that such files use here."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    if fields.get("tokenizer.ggml.model") != "gpt2":
+        raise UnsupportedModel(
+            f"GGUF tokenizer {fields.get('tokenizer.ggml.model')!r} is not supported (only gpt2)"
+        )
+    tokens = fields["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    steps = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+    if fields.get("tokenizer.ggml.pre") == "smollm":
+        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    control = 3  # gguf.TokenType.CONTROL
+    special = [
+        token
+        for token, kind in zip(tokens, fields["tokenizer.ggml.token_type"], strict=True)
+        if kind == control
+    ]
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in special])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    named = {
+        name: tokens[fields[f"tokenizer.ggml.{key}_token_id"]]
+        for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"))
+        if f"tokenizer.ggml.{key}_token_id" in fields
+    }
+    settings = {
+        **named,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": fields.get("tokenizer.chat_template"),
+        "add_bos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": fields.get(f"{fields['general.architecture']}.context_length"),
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")

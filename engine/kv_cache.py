@@ -1,0 +1,200 @@
+"""Keys and values: the shared prompt once, and each row's own suffix in pages.
+
+Rows own pages through a table. Dropping, reordering and forking rows is one operation, `select`:
+it changes the table, and copies nothing but the last, partly filled page of a fork. Invariant: a
+page is free, or its reference count is the number of table entries that name it.
+
+Who owns what after rows a, b, c of 5 tokens (page size 4), then `select([2, 0, 0])`:
+
+    before   a: 1 4      b: 2 5      c: 3 6          free: 7 8 ...
+    after    c: 3 6      a: 1 4      a': 1 7         free: 2 5 8 ...    (page 7 is a copy of 4)
+
+Page 0 is never owned: rows that pad a batch point at it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from engine.config import ModelConfig
+
+PADDING_PAGE = 0
+
+
+class OutOfPages(RuntimeError):
+    """The rows' pages do not suffice; the caller planned wrongly."""
+
+
+class PagedKV:
+    """The KV memory of one model: a prompt buffer and a pool of pages.
+
+    Shapes: pages `[layers, num_pages, kv_heads, page_size, head_dim]`, prompt
+    `[layers, kv_heads, max_prompt, head_dim]`, table `[max_rows, max_pages_per_row]` int32.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_rows: int,
+        max_row_tokens: int,
+        max_prompt: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        heads, dim = config.num_kv_heads, config.head_dim
+        self.page_size = page_size
+        self.num_pages = num_pages
+        shape = (config.num_layers, num_pages + 1, heads, page_size, dim)  # + the padding page
+        self.k = torch.zeros(shape, dtype=dtype, device=device)
+        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        prompt_shape = (config.num_layers, heads, max_prompt, dim)
+        self.prompt_k = torch.zeros(prompt_shape, dtype=dtype, device=device)
+        self.prompt_v = torch.zeros(prompt_shape, dtype=dtype, device=device)
+        self.prompt_len = 0
+        max_pages = -(-max_row_tokens // page_size)
+        self.table = torch.zeros((max_rows, max_pages), dtype=torch.int32, device=device)
+        self._table = np.zeros((max_rows, max_pages), dtype=np.int32)  # the host's copy
+        self._refs = np.zeros(num_pages + 1, dtype=np.int32)
+        self._free = np.arange(num_pages, 0, -1, dtype=np.int32)  # a stack, its top at the end
+        self._num_free = num_pages
+        self.lengths = np.zeros(0, dtype=np.int64)  # tokens of each row's suffix
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_free_pages(self) -> int:
+        return self._num_free
+
+    @property
+    def max_row_tokens(self) -> int:
+        return self._table.shape[1] * self.page_size
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers, keys and values."""
+        return 2 * self.k[:, 0].numel() * self.k.element_size()
+
+    @property
+    def used_bytes(self) -> int:
+        return (self.num_pages - self._num_free) * self.page_bytes
+
+    def clear(self) -> None:
+        """Forget all rows and the prompt."""
+        self.select([])
+        self.prompt_len = 0
+
+    def pages_of(self, lengths: np.ndarray) -> np.ndarray:
+        """Pages that suffixes of these lengths occupy."""
+        return -(-lengths // self.page_size)
+
+    def add_rows(self, count: int) -> None:
+        """Append `count` rows with an empty suffix."""
+        if self.num_rows + count > len(self._table):
+            raise OutOfPages(f"{self.num_rows + count} rows, room for {len(self._table)}")
+        self.lengths = np.concatenate((self.lengths, np.zeros(count, dtype=np.int64)))
+
+    def grow(self, new_lengths: np.ndarray | int) -> None:
+        """Own pages up to `new_lengths` (one for each row, or one for all) and set the lengths.
+
+        Raises OutOfPages, with nothing changed, where the pool is too small.
+        """
+        new_lengths = np.broadcast_to(np.asarray(new_lengths, np.int64), self.lengths.shape).copy()
+        have, want = self.pages_of(self.lengths), self.pages_of(new_lengths)
+        missing = int(np.maximum(want - have, 0).sum())
+        if missing > self._num_free or want.max(initial=0) > self._table.shape[1]:
+            raise OutOfPages(
+                f"{missing} pages wanted, {self._num_free} free; longest row {want.max(initial=0)} "
+                f"pages of {self._table.shape[1]}"
+            )
+        if missing:
+            first, last = int(have.min()), int(want.max())
+            for column in range(first, last):
+                rows = np.flatnonzero((have <= column) & (column < want))
+                self._table[rows, column] = self._take(len(rows))
+            self._upload(first, last)
+        self.lengths = new_lengths
+
+    def truncate(self, new_lengths: np.ndarray) -> None:
+        """Shorten rows; pages past the new ends are freed."""
+        have, want = self.pages_of(self.lengths), self.pages_of(np.asarray(new_lengths))
+        for column in range(int(want.min(initial=0)), int(have.max(initial=0))):
+            rows = np.flatnonzero((want <= column) & (column < have))
+            self._release(self._table[rows, column])
+        self.lengths = np.asarray(new_lengths, dtype=np.int64).copy()
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Make row i of the new batch the old row `rows[i]`: drops, reorders and forks at once.
+
+        A row named twice is forked: whole pages are shared, the last partial page is copied.
+        """
+        rows = np.asarray(rows, dtype=np.int64)
+        old_lengths = self.lengths
+        counts = np.bincount(rows, minlength=len(old_lengths))
+        old_pages = self.pages_of(old_lengths)
+        dropped = counts == 0
+        self._release(self._owned(np.flatnonzero(dropped), old_pages[dropped]))
+        table = self._table[rows]
+        is_fork = np.ones(len(rows), dtype=bool)
+        is_fork[np.unique(rows, return_index=True)[1]] = False
+        self.lengths = old_lengths[rows]
+        self._table[: len(rows)] = table
+        self._fork(np.flatnonzero(is_fork))
+        self._upload(0, int(self.pages_of(self.lengths).max(initial=0)))
+        # NOTE: padded rows of a batch write to the page they name, so stale rows must name none.
+        self.table[len(rows) : len(old_lengths)] = PADDING_PAGE
+
+    def _fork(self, rows: np.ndarray) -> None:
+        """Give forked rows a share of their whole pages and a copy of the partial one."""
+        whole = self.lengths[rows] // self.page_size
+        np.add.at(self._refs, self._owned(rows, whole), 1)
+        partial = rows[self.lengths[rows] % self.page_size > 0]
+        if not len(partial):
+            return
+        columns = self.lengths[partial] // self.page_size
+        sources = self._table[partial, columns].copy()
+        targets = self._take(len(partial))
+        self._table[partial, columns] = targets
+        source_index = torch.from_numpy(sources).to(self.k.device, torch.int64)
+        target_index = torch.from_numpy(targets).to(self.k.device, torch.int64)
+        for pool in (*self.k, *self.v):  # a layer at a time: the copies' workspace stays small
+            pool[target_index] = pool[source_index]
+
+    def _owned(self, rows: np.ndarray, num_pages: np.ndarray) -> np.ndarray:
+        """The first `num_pages[i]` pages of each of `rows`, in one flat array."""
+        columns = np.arange(self._table.shape[1])
+        return self._table[rows][columns < num_pages[:, None]]
+
+    def _take(self, count: int) -> np.ndarray:
+        if count > self._num_free:
+            raise OutOfPages(f"{count} pages wanted, {self._num_free} free")
+        pages = self._free[self._num_free - count : self._num_free][::-1].copy()
+        self._num_free -= count
+        self._refs[pages] = 1
+        return pages
+
+    def _release(self, pages: np.ndarray) -> None:
+        """Drop one reference to each page; those without any left are free again."""
+        np.subtract.at(self._refs, pages, 1)
+        freed = np.unique(pages[self._refs[pages] == 0])
+        assert self._num_free + len(freed) <= self.num_pages, "a page was freed twice"
+        self._free[self._num_free : self._num_free + len(freed)] = freed
+        self._num_free += len(freed)
+
+    def _upload(self, first: int, last: int) -> None:
+        """Copy table columns `first` to `last` of the live rows to the device."""
+        if last > first and self.num_rows:
+            columns = torch.from_numpy(self._table[: self.num_rows, first:last].copy())
+            self.table[: self.num_rows, first:last] = columns.to(self.table.device)
+
+    def slots(self, rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Page and offset in the page of suffix `positions` of `rows`, both int64."""
+        pages = self._table[rows, positions // self.page_size].astype(np.int64)
+        return pages, positions % self.page_size
