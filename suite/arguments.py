@@ -1,9 +1,9 @@
 """The command line of `main.py`: `parse(argv)` gives `Settings` or ends with exit code 2.
 
 Every rule that needs no model is checked here, so a mistake costs a second and not a load. Nothing
-heavy is imported (no torch, no transformers): `--help` stays instant. Flags of Speculative Rejection
-are refused without it, never dropped silently. The one invariant: what `parse` returns obeys every
-rule.
+heavy is imported (no torch, no transformers): `--help` stays instant. Flags of Speculative
+Rejection are refused without it, never dropped silently. The one invariant: what `parse` returns
+obeys every rule.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Prompt files: a JSON list, JSONL, or a data set id becomes a list of `Prompt`.
 
-Every mistake in a file is found before a model loads and named with its place. A prompt that is there
-but empty is not a mistake of the file: it carries its `skip` reason and the run goes on. The one
+Every mistake in a file is found before a model loads and named with its place. A prompt that is
+there but empty is no mistake of the file: it carries its `skip` reason and the run goes on. The one
 invariant: no two prompts of a list share a `JSON_idx`, since it names the file of the answers.
 """
 
@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from suite.settings import PROJECT
 
@@ -96,11 +97,15 @@ def _json_lines(text: str, path: Path) -> Iterator[Any]:
 def _json(text: str) -> Any:
     """Strict JSON: NaN and Infinity could not be written again with the answers."""
 
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is not JSON")
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{constant[:40]} is no number of JSON")
+
+    def finite(digits: str) -> float:
+        value = float(digits)
+        return value if math.isfinite(value) else refuse(digits)
 
     try:
-        return json.loads(text, parse_constant=refuse)
+        return json.loads(text, parse_constant=refuse, parse_float=finite)
     except RecursionError as e:
         raise ValueError("nested too deeply") from e
 
@@ -124,7 +129,15 @@ def _read_data_set(name: str, local_files_only: bool) -> Iterable[Any]:
     source = next((c for c in ("prompt", "instruction", "question") if c in columns), None)
     if source is None:
         raise ValueError(f"data set {name} must have a column prompt, got {columns}")
-    return ({**row, "prompt": row[source]} for row in loaded)
+    return (_plain({**row, "prompt": row[source]}) for row in loaded)
+
+
+def _plain(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of a data set may hold images or dates; JSON keeps what it can say."""
+    try:
+        return _json(json.dumps(row))
+    except (TypeError, ValueError):
+        return {key: row[key] for key in ("JSON_idx", "prompt") if key in row}
 
 
 def _checked(entries: Iterable[Any], where: str, num_prompts: int | None) -> list[Prompt]:
