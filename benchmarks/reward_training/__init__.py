@@ -1,0 +1,1 @@
+"""The parts of `benchmarks/train_reward.py`: pairs, backbone, training, package, evaluation."""
