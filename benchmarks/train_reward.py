@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -71,6 +72,8 @@ def _recipe_defaults() -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     args = parse(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     recipe = training.Recipe(**{name: getattr(args, name) for name in _recipe_defaults()})
     base = backbone.find_model(args.model)
     tokenizer, facts = backbone.load_tokenizer(base)
@@ -125,6 +128,8 @@ def train(
     classifier = backbone.load_backbone(base, facts, frozen)
     model = backbone.RewardModel(classifier, recipe.rank, recipe.lora_alpha, recipe.lora_dropout)
     model.to(device)
+    if device.type == "cuda":
+        model.trust_autocast()
     if args.compile:
         for layer in model.decoder.layers:
             layer.compile(dynamic=True)

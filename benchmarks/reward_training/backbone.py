@@ -9,7 +9,6 @@ the pad id, and with the pad id set to the turn end it would read the token befo
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import logging
 from collections.abc import Sequence
@@ -19,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from peft import LoraConfig, TaskType, get_peft_model
-from peft.helpers import disable_input_dtype_casting
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -136,10 +134,15 @@ class RewardModel(nn.Module):
             for n, p in named.items()
         }
 
+    def trust_autocast(self) -> None:
+        """Drops peft's own casts to float32: under autocast they only cost time."""
+        for module in self.modules():
+            if hasattr(module, "cast_input_dtype_enabled"):
+                module.cast_input_dtype_enabled = False
+
     def hidden(self, ids: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] float32: the state that the head reads."""
-        with _without_casts(self):
-            states = self.decoder(input_ids=ids, use_cache=False).last_hidden_state
+        states = self.decoder(input_ids=ids, use_cache=False).last_hidden_state
         return states[torch.arange(len(ids), device=ids.device), last].float()
 
     def forward(self, ids: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
@@ -147,14 +150,6 @@ class RewardModel(nn.Module):
         hidden = self.hidden(ids, last)
         with torch.autocast(ids.device.type, enabled=False):
             return (hidden @ self.classifier.score.weight.float().T).squeeze(-1)
-
-
-def _without_casts(model: RewardModel) -> contextlib.AbstractContextManager[None]:
-    """Under autocast peft's own casts to float32 would only cost time."""
-    casting = torch.is_autocast_enabled(model.classifier.score.weight.device.type)
-    if model.rank and casting:
-        return disable_input_dtype_casting(model.wrapped)
-    return contextlib.nullcontext()
 
 
 def collate(
@@ -166,7 +161,14 @@ def collate(
     for index, row in enumerate(rows):
         ids[index, : len(row)] = row
     last = torch.tensor([len(row) - 1 for row in rows])
-    return torch.from_numpy(ids).to(device), last.to(device)
+    return _to_device(torch.from_numpy(ids), device), _to_device(last, device)
+
+
+def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Pinned, so that the host can run ahead of the GPU."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def autocast(device: torch.device, enabled: bool = True) -> torch.autocast:
@@ -190,7 +192,7 @@ def score_rows(
     parts, order = [], []
     for chosen in micro_batches([len(row) for row in rows], max_tokens):
         ids, last = collate([rows[i] for i in chosen], pad_id, device)
-        with autocast(device, bfloat16):
+        with autocast(device, bfloat16), torch.compiler.set_stance("force_eager"):
             parts.append(model.hidden(ids, last) if states else model(ids, last))
         order.append(chosen)
     values = torch.cat(parts).cpu().numpy()
