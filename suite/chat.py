@@ -1,0 +1,258 @@
+"""Text to token ids and back: chat templates, BOS, turn ends.
+
+A `Chat` belongs to one tokenizer and one format. It renders a prompt (and, for reward models, an
+answer with what closes it) and tokenises the whole text at once, as the reference implementations
+do. Text that happens to contain control tokens is tokenised apart from the template, so that it
+stays text and can never move a header. Exactly one BOS: the template's own, or the one added here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes "
+    "the request.\n\n### Instruction:\n{prompt}\n\n### Response:"
+)
+# The paper's models that speak the Alpaca format, and the chat models we name: keyed exactly.
+ALPACA_MODELS = frozenset(
+    ("sft10k", "alpaca-7b", "dpo-human", "dpo-sim", "ppo-human", "ppo-sim", "reward-model-human")
+    + ("reward-model-sim",)
+)
+CHAT_MODELS = frozenset(
+    ("SmolLM2-135M-Instruct", "Meta-Llama-3-8B-Instruct", "Llama-3.1-8B-Instruct")
+    + ("Llama-3.2-1B-Instruct", "Llama-3.2-3B-Instruct", "Mistral-7B-Instruct-v0.3")
+    + ("Qwen2.5-0.5B-Instruct", "Qwen2.5-7B-Instruct", "Qwen3-0.6B", "Qwen3-8B")
+)
+HOLE = "\u241e"  # stands for a text in a rendered template; a symbol that no template contains
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Format:
+    """Text around prompt and answer: `before` prompt `between` answer `after`."""
+
+    before: str
+    between: str
+    after: str
+    trims: bool = False  # the template strips white space off both texts
+    adds_bos: bool = False  # a BOS token stands before all, outside of the text
+
+    def prompt_text(self, prompt: str) -> str:
+        return self.before + self._text(prompt) + self.between
+
+    def pieces(self, prompt: str, answer: str | None) -> list[tuple[str, bool]]:
+        """(text, is it the user's or model's own) from first to last."""
+        parts = [(self.before, False), (self._text(prompt), True), (self.between, False)]
+        if answer is not None:
+            parts += [(self._text(answer), True), (self.after, False)]
+        return [part for part in parts if part[0]]
+
+    def _text(self, text: str) -> str:
+        return text.strip() if self.trims else text
+
+
+class Chat:
+    """A tokenizer with its format. Raises ValueError where the text can't be encoded."""
+
+    def __init__(self, tokenizer: Any, form: Format, stop_ids: Sequence[int] = ()) -> None:
+        self.tokenizer, self.form = tokenizer, form
+        self.stop_ids = sorted(set(stop_ids))
+        self._control = [token for token in tokenizer.all_special_tokens if token]
+        self._control += [t for t in tokenizer.get_added_vocab() if t not in self._control]
+        self._after_ids = self._encode(form.after, split=False) if form.after else []
+
+    def prompt_ids(self, prompt: str) -> list[int]:
+        """Everything before the answer's first token."""
+        return self._ids(self.form.pieces(prompt, None))
+
+    def conversation_ids(self, prompt: str, answers: Sequence[str]) -> list[list[int]]:
+        """The whole of each conversation, closed as the template closes it."""
+        safe = [self._is_safe(answer) for answer in answers]
+        if not self._is_safe(prompt):
+            safe = [False] * len(answers)
+        texts = [
+            "".join(text for text, _ in self.form.pieces(prompt, answer))
+            for answer, ok in zip(answers, safe, strict=True)
+            if ok
+        ]
+        whole = iter(self._encode_batch(texts))
+        bos = self._bos()
+        return [
+            bos + next(whole) if ok else self._ids(self.form.pieces(prompt, answer))
+            for answer, ok in zip(answers, safe, strict=True)
+        ]
+
+    @property
+    def after_ids(self) -> list[int]:
+        """What closes an answer, for callers that carry the answer's ids themselves."""
+        return self._after_ids
+
+    def decode(self, answers: Sequence[Sequence[int]]) -> list[str]:
+        """The text of each answer, control tokens left out."""
+        return self.tokenizer.batch_decode(
+            [list(map(int, ids)) for ids in answers],
+            skip_special_tokens=True,
+            clean_up_tokenization_spaces=False,
+        )
+
+    def _is_safe(self, text: str) -> bool:
+        return not any(token in text for token in self._control)
+
+    def _bos(self) -> list[int]:
+        bos = self.tokenizer.bos_token_id
+        return [bos] if self.form.adds_bos and bos is not None else []
+
+    def _ids(self, pieces: list[tuple[str, bool]]) -> list[int]:
+        if all(self._is_safe(text) for text, own in pieces if own):
+            return self._bos() + self._encode("".join(text for text, _ in pieces), split=False)
+        ids = self._bos()
+        for text, own in pieces:
+            ids += self._encode(text, split=own)
+        return ids
+
+    def _encode(self, text: str, *, split: bool) -> list[int]:
+        """Token ids without any added; with `split`, control tokens are text like any other."""
+        return self._encode_batch([text], split=split)[0]
+
+    def _encode_batch(self, texts: list[str], *, split: bool = False) -> list[list[int]]:
+        if not texts:
+            return []
+        try:
+            encoded = self.tokenizer(
+                texts, add_special_tokens=False, split_special_tokens=split, verbose=False
+            )
+        except (UnicodeEncodeError, TypeError) as error:
+            raise ValueError(f"the tokenizer can't encode the text ({error})") from error
+        return [list(ids) for ids in encoded["input_ids"]]
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model folder; never runs code from it."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{folder}: the tokenizer can't be loaded ({error})") from error
+
+
+def generator_chat(folder: Path, name: str, template: str = "auto") -> Chat:
+    """The generator's tokenizer and format. `template` is auto, chat, plain or alpaca."""
+    tokenizer = load_tokenizer(folder)
+    kind = _kind(tokenizer, name, template)
+    if kind == "chat":
+        form = chat_format(tokenizer, generation=True)
+        stops = stop_ids(folder, tokenizer, turn_end=_turn_end(tokenizer))
+    else:
+        form = Format("", "", "", adds_bos=True) if kind == "plain" else alpaca_format()
+        stops = stop_ids(folder, tokenizer)
+    if not stops:
+        raise ValueError(f"{folder}: no eos token in its generation config or tokenizer; add one")
+    return Chat(tokenizer, form, stops)
+
+
+def reward_chat(folder: Path, name: str, architecture: str, *, cut_after: bool = False) -> Chat:
+    """A reward model's tokenizer and format, by its architecture.
+
+    `cut_after`: the score is read at the turn's end, without white space behind it.
+    """
+    tokenizer = load_tokenizer(folder)
+    if architecture == "EurusRewardModel":
+        return Chat(tokenizer, Format("[INST] ", " [/INST] ", "", adds_bos=True))
+    if architecture == "RewardModel" or name in ALPACA_MODELS:
+        return Chat(tokenizer, alpaca_format())
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"{folder}: this reward model's tokenizer has no chat template, so how it reads a "
+            "conversation is unknown; add chat_template to its tokenizer_config.json"
+        )
+    form = chat_format(tokenizer, generation=False)
+    if cut_after:
+        form = dataclasses.replace(form, after=form.after.rstrip())
+    return Chat(tokenizer, form)
+
+
+def alpaca_format() -> Format:
+    before, between = ALPACA.split("{prompt}")
+    return Format(before, between, "", adds_bos=True)
+
+
+def chat_format(tokenizer: Any, *, generation: bool) -> Format:
+    """What the tokenizer's template writes around one user turn and one answer."""
+    turns = [{"role": "user", "content": f" {HOLE} "}]
+    closed = _render(tokenizer, [*turns, {"role": "assistant", "content": f" {HOLE} "}], False)
+    trims = f" {HOLE} " not in closed
+    hole = HOLE if trims else f" {HOLE} "
+    if closed.count(hole) != 2:
+        raise ValueError("the chat template does not render a user turn and an answer as text")
+    before, between, after = closed.split(hole)
+    if generation:
+        opened = _render(tokenizer, turns, True)
+        before, between = opened.split(hole)
+    return Format(before, between, after, trims=trims)
+
+
+def stop_ids(folder: Path, tokenizer: Any, turn_end: int | None = None) -> list[int]:
+    """Every id that ends an answer: generation config, tokenizer, and the template's turn end."""
+    found = [tokenizer.eos_token_id, turn_end]
+    path = Path(folder) / "generation_config.json"
+    if path.is_file():
+        try:
+            listed = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f"{path}: not a JSON object ({error}); download it again") from error
+        found += listed if isinstance(listed, list) else [listed]
+    return sorted({i for i in found if isinstance(i, int)})
+
+
+def _kind(tokenizer: Any, name: str, template: str) -> str:
+    base = name.rstrip("/").rsplit("/", 1)[-1]
+    if template == "auto" and base in ALPACA_MODELS:
+        return "alpaca"
+    has_template = bool(tokenizer.chat_template)
+    if not has_template and (template == "chat" or (template == "auto" and base in CHAT_MODELS)):
+        raise ValueError(
+            f"{name} needs a chat template and its tokenizer has none; add chat_template to "
+            "tokenizer_config.json, or give --prompt_template plain or alpaca"
+        )
+    if template == "auto":
+        return "chat" if has_template else "plain"
+    return template
+
+
+def _turn_end(tokenizer: Any) -> int | None:
+    """The control token right behind an answer, by the template itself."""
+    after = chat_format(tokenizer, generation=False).after.lstrip()
+    ids = tokenizer(after, add_special_tokens=False)["input_ids"] if after else []
+    control = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
+    return ids[0] if ids and ids[0] in control else None
+
+
+def _render(tokenizer: Any, turns: list[dict[str, str]], generation: bool) -> str:
+    import jinja2
+
+    try:
+        return tokenizer.apply_chat_template(
+            turns, tokenize=False, add_generation_prompt=generation
+        )
+    except (jinja2.TemplateError, ValueError, TypeError) as error:
+        raise ValueError(f"the chat template can't render a conversation ({error})") from error
+
+
+def same_vocabulary(a: Any, b: Any) -> bool:
+    """Whether ids of one tokenizer mean the same text under the other."""
+    if a is b:
+        return True
+    return _fingerprint(a) == _fingerprint(b)
+
+
+def _fingerprint(tokenizer: Any) -> Any:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return tokenizer.get_vocab()
+    model = json.loads(backend.to_str())
+    return {k: model.get(k) for k in ("model", "normalizer", "pre_tokenizer", "added_tokens")}
