@@ -151,6 +151,13 @@ class PagedKV:
         # NOTE: padded rows of a batch write to the page they name, so stale rows must name none.
         self.table[len(rows) : len(old_lengths)] = PADDING_PAGE
 
+    def scrub(self, rows: np.ndarray) -> None:
+        """Zero the pages of rows that hold NaN: a masked key of weight 0 would still spread it."""
+        pages = self._owned(rows, self.pages_of(self.lengths[rows]))
+        index = torch.from_numpy(np.unique(pages)).to(self.k.device, torch.int64)
+        for pool in (*self.k, *self.v):
+            pool[index] = 0
+
     def _fork(self, rows: np.ndarray) -> None:
         """Give forked rows a share of their whole pages and a copy of the partial one."""
         whole = self.lengths[rows] // self.page_size

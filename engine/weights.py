@@ -80,10 +80,11 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            names = sorted(set(shards.values()))
         except (ValueError, KeyError, AttributeError) as error:
             raise BadWeights(f"{index}: not a weight index ({error!r})") from error
-        absent = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
+        absent = [n for n in names if Path(n).name != n or not (folder / n).is_file()]
         if absent:
             raise BadWeights(f"{folder}: weight files missing: {', '.join(absent)}")
         return [folder / name for name in names]
@@ -93,8 +94,8 @@ def weight_files(folder: Path) -> list[Path]:
     pickled = sorted(path.name for path in folder.glob("*") if path.suffix in PICKLED)
     if pickled:
         raise BadWeights(
-            f"{folder}: only pickled weights ({', '.join(pickled[:3])}), which can run code; convert "
-            "them with safetensors' convert tool, or save_pretrained(..., safe_serialization=True)"
+            f"{folder}: only pickled weights ({', '.join(pickled[:3])}), which can run code; "
+            "convert them to safetensors: save_pretrained(..., safe_serialization=True)"
         )
     raise BadWeights(f"{folder}: no *.safetensors file")
 

@@ -18,6 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+LOG2_E = math.log2(math.e)
+MIN_DOT_ROWS = 16  # of tl.dot: a group of queries is padded to it
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
@@ -187,9 +190,13 @@ def _suffix_kernel(
     row_table = table + row * table_stride
     k_at = k_pages + kv_head * (PAGE * D) + n[None, :] * D + d[:, None]
     v_at = v_pages + kv_head * (PAGE * D) + n[:, None] * D + d[None, :]
+    last_page = tl.maximum(end - 1, 0) // PAGE
+    page = tl.load(row_table + start // PAGE)
     for first in range(start, end, BLOCK_N):
-        page = tl.load(row_table + first // PAGE).to(tl.int64)
-        offset = page * (K * PAGE * D) + (first % PAGE) * D
+        offset = page.to(tl.int64) * (K * PAGE * D) + (first % PAGE) * D
+        # The next page's number is fetched one block ahead: as a load that the keys' load depends
+        # on, it would take half of the pipeline's stages for itself.
+        page = tl.load(row_table + tl.minimum((first + BLOCK_N) // PAGE, last_page))
         valid = first + n < end
         key = tl.load(k_at + offset, mask=valid[None, :] & (d < D)[:, None], other=0.0)
         value = tl.load(v_at + offset, mask=valid[:, None] & (d < D)[None, :], other=0.0)
@@ -299,38 +306,71 @@ def decode_attention(
 ) -> Tensor:
     """Attention of one new token a row over the prompt and the row's pages: [rows, H * d]."""
     rows, num_heads, head_dim = q.shape
-    _, num_kv_heads, page_size, _ = k_pages.shape
-    assert q.is_contiguous() and k_pages.is_contiguous() and v_pages.is_contiguous()
-    assert page_size % plan.suffix_block_n == 0, "a block of keys must not cross pages"
     assert workspace.lse.numel() >= plan.num_states * rows * num_heads, "workspace too small"
     if out is None:
         out = torch.empty((rows, num_heads * head_dim), dtype=q.dtype, device=q.device)
-    scale = (1.0 / math.sqrt(head_dim) if scale is None else scale) * math.log2(math.e)
-    d_pad, group = triton.next_power_of_2(head_dim), num_heads // num_kv_heads
+    scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     if plan.prefix_splits:
-        assert k_prefix.stride(1) == head_dim and k_prefix.stride() == v_prefix.stride()
-        _prefix_kernel[
-            (triton.cdiv(rows * group, plan.prefix_block_m), num_kv_heads, plan.prefix_splits)
-        ](
-            q,
-            k_prefix,
-            v_prefix,
-            prefix_len,
-            workspace.output,
-            workspace.lse,
-            rows,
-            k_prefix.stride(0),
-            scale,
-            H=num_heads,
-            G=group,
-            D=head_dim,
-            D_PAD=d_pad,
-            BLOCK_M=plan.prefix_block_m,
-            BLOCK_N=plan.prefix_block_n,
-            SPLITS=plan.prefix_splits,
-            num_warps=plan.prefix_warps,
-            num_stages=plan.prefix_stages,
-        )
+        prefix_states(q, k_prefix, v_prefix, prefix_len, plan, workspace, scale)
+    suffix_attention(q, k_pages, v_pages, table, length, plan, workspace, out, scale)
+    return out
+
+
+def prefix_states(
+    q: Tensor,
+    k_prefix: Tensor,
+    v_prefix: Tensor,
+    prefix_len: Tensor,
+    plan: AttentionPlan,
+    workspace: AttentionWorkspace,
+    scale: float,
+) -> None:
+    """First level: the states of all rows on the prompt, into the workspace."""
+    rows, num_heads, head_dim = q.shape
+    num_kv_heads = k_prefix.shape[0]
+    assert q.is_contiguous(), "queries must be contiguous"
+    assert k_prefix.stride(1) == head_dim and k_prefix.stride() == v_prefix.stride()
+    group = num_heads // num_kv_heads
+    grid = (triton.cdiv(rows * group, plan.prefix_block_m), num_kv_heads, plan.prefix_splits)
+    _prefix_kernel[grid](
+        q,
+        k_prefix,
+        v_prefix,
+        prefix_len,
+        workspace.output,
+        workspace.lse,
+        rows,
+        k_prefix.stride(0),
+        scale * LOG2_E,
+        H=num_heads,
+        G=group,
+        D=head_dim,
+        D_PAD=triton.next_power_of_2(head_dim),
+        BLOCK_M=plan.prefix_block_m,
+        BLOCK_N=plan.prefix_block_n,
+        SPLITS=plan.prefix_splits,
+        num_warps=plan.prefix_warps,
+        num_stages=plan.prefix_stages,
+    )
+
+
+def suffix_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    table: Tensor,
+    length: Tensor,
+    plan: AttentionPlan,
+    workspace: AttentionWorkspace,
+    out: Tensor,
+    scale: float,
+) -> None:
+    """Second level: each row on its pages, merged with the states of the first."""
+    rows, num_heads, head_dim = q.shape
+    _, num_kv_heads, page_size, _ = k_pages.shape
+    assert q.is_contiguous() and k_pages.is_contiguous() and v_pages.is_contiguous()
+    assert page_size % plan.suffix_block_n == 0, "a block of keys must not cross pages"
+    d_pad = triton.next_power_of_2(head_dim)
     _suffix_kernel[(rows * num_kv_heads, plan.suffix_splits)](
         q,
         k_pages,
@@ -342,13 +382,13 @@ def decode_attention(
         workspace.lse,
         out,
         rows,
-        scale,
+        scale * LOG2_E,
         K=num_kv_heads,
-        G=group,
+        G=num_heads // num_kv_heads,
         D=head_dim,
         D_PAD=d_pad,
         PAGE=page_size,
-        BLOCK_M=16,
+        BLOCK_M=MIN_DOT_ROWS,
         BLOCK_N=plan.suffix_block_n,
         PREFIX_STATES=plan.prefix_splits,
         SPLITS=plan.suffix_splits,
@@ -368,4 +408,3 @@ def decode_attention(
             STATES_PAD=triton.next_power_of_2(plan.num_states),
             num_warps=2,
         )
-    return out

@@ -10,6 +10,8 @@ exact; weights are float32 exponentials summed in float64.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -347,6 +349,18 @@ def _whole_row_kernel(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class SamplerTuning:
+    """How the kernels are launched; measured by benchmarks/bench_kernels.py."""
+
+    maxima_elements: int = 4096
+    maxima_warps: int = 4
+    pick_tile: int = 16
+    pick_warps: int = 4
+    whole_block: int = 1024
+    whole_warps: int = 4
+
+
 class DeviceSampler:
     """One run's sampler: fixed settings and stop ids, workspace for up to `max_rows` at a time."""
 
@@ -357,10 +371,12 @@ class DeviceSampler:
         max_rows: int,
         stop_ids: list[int],
         device: torch.device | str,
+        tuning: SamplerTuning | None = None,
     ) -> None:
         if len(stop_ids) > MAX_STOP_IDS:
             raise ValueError(f"at most {MAX_STOP_IDS} stop ids, got {len(stop_ids)}")
         self.params, self.vocab_size = params, vocab_size
+        self.tuning = tuning or SamplerTuning()
         self.top_k = params.effective_top_k(vocab_size)
         self.greedy = params.temperature == 0
         self.group = 64 if vocab_size <= 1 << 16 else 128
@@ -416,7 +432,7 @@ class DeviceSampler:
             self.stop_ids,
         )
         if self.fast:
-            groups = 4096 // self.group
+            groups = self.tuning.maxima_elements // self.group
             programs = triton.cdiv(self.num_groups, groups)
             _group_maxima_kernel[(rows * programs,)](
                 logits,
@@ -427,7 +443,7 @@ class DeviceSampler:
                 programs,
                 GROUP=self.group,
                 GROUPS=groups,
-                num_warps=4,
+                num_warps=self.tuning.maxima_warps,
             )
             _pick_kernel[(rows,)](
                 logits,
@@ -447,10 +463,10 @@ class DeviceSampler:
                 LOW_BITS=low_bits,
                 GROUP=self.group,
                 GROUPS_PAD=triton.next_power_of_2(self.num_groups),
-                TILE=16,
+                TILE=self.tuning.pick_tile,
                 CAPACITY=self.capacity,
                 STOPS=MAX_STOP_IDS,
-                num_warps=4,
+                num_warps=self.tuning.pick_warps,
             )
         if not self.greedy:
             _whole_row_kernel[(rows,)](
@@ -465,7 +481,7 @@ class DeviceSampler:
                 TOP_K=self.top_k > 0,
                 TOP_P=self.params.top_p,
                 LOW_BITS=low_bits,
-                BLOCK=1024,
+                BLOCK=self.tuning.whole_block,
                 STOPS=MAX_STOP_IDS,
-                num_warps=4,
+                num_warps=self.tuning.whole_warps,
             )

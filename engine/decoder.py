@@ -1,0 +1,242 @@
+"""N rows of one prompt, decoded in lockstep until they finish, or memory or the length ends.
+
+The decoder owns the rows: which candidate sits where, which have finished, who grows and how far
+the memory goes. It does not know rewards. Invariant: live row i is `live[i]`, row i of the cache,
+and column i of every device tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from engine.candidates import Candidate, End
+from engine.decode_state import DecodeState
+from engine.kv_cache import PagedKV
+from engine.memory import Chunk
+from engine.model import Transformer
+from engine.ops import Ops
+from engine.packing import pack
+from engine.sampler import SamplingParams, sample
+
+PREFILL_CHUNK = 8192  # prompt tokens in one forward pass
+ROW_MULTIPLE = 8  # rows are padded to it: below 12 rows a CPU's matrix product rounds by row count
+
+
+class Decoder:
+    """Decodes with one model, cache and set of sampling parameters; one prompt at a time."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        ops: Ops,
+        cache: PagedKV,
+        sampling: SamplingParams,
+        stop_ids: Sequence[int],
+        *,
+        max_rows: int,
+        look_every: int = 1,
+        ignore_stop: bool = False,
+    ) -> None:
+        self.model, self.ops, self.cache = model, ops, cache
+        self.sampling = sampling
+        self.stop_ids = np.asarray([] if ignore_stop else sorted(set(stop_ids)), dtype=np.int64)
+        self.look_every = look_every
+        self.chunk = Chunk("rows", padded(max_rows))
+        self.state = DecodeState.allocate(cache, padded(max_rows), look_every)
+        self.live: list[Candidate] = []
+        self.finished: list[Candidate] = []
+        self.tokens_generated = 0
+        self.length = 0  # answer tokens of every live row
+        self._sampled = np.zeros((0, 0), dtype=np.int32)  # [live rows, capacity >= length]
+
+    @torch.inference_mode()
+    def start(self, prompt_ids: Sequence[int], stream_key: int, candidates: Sequence[int]) -> None:
+        """Prefill the prompt once and sample the first token of each candidate."""
+        if not len(prompt_ids):
+            raise ValueError("the prompt has no tokens")
+        self.cache.clear()
+        hidden = prefill(self.model, self.ops, self.cache, prompt_ids)
+        self.state.begin(len(prompt_ids), stream_key)
+        self._add_first_tokens(hidden[-1:], candidates)
+
+    @torch.inference_mode()
+    def start_more(self, hidden: torch.Tensor, candidates: Sequence[int]) -> None:
+        """Start another wave on the prompt that is already there."""
+        self.cache.select([])
+        self.state.begin(self.cache.prompt_len, self.state.host_stream_key)
+        self._add_first_tokens(hidden, candidates)
+
+    def _add_first_tokens(self, hidden: torch.Tensor, candidates: Sequence[int]) -> None:
+        count = len(candidates)
+        self.last_prompt_hidden = hidden
+        self.live = [Candidate(index) for index in candidates]
+        self.finished = []
+        self.cache.add_rows(count)
+        self.length = 0
+        self._sampled = np.zeros((count, 64), dtype=np.int32)
+        self._load_candidates()
+        logits = self.model.logits(hidden.expand(ROW_MULTIPLE, -1))[:1]
+        state = self.state
+        tokens, bad = sample(
+            logits.expand(count, -1),
+            self.sampling,
+            state.host_stream_key,
+            state.candidates[:count],
+            0,
+        )
+        state.tokens[:count] = tokens
+        state.bad[:count] = bad
+        state.history[0, :count] = tokens
+        self._count_step()
+        self._look(1)
+
+    def _load_candidates(self) -> None:
+        indices = torch.tensor([c.index for c in self.live], dtype=torch.int64)
+        self.state.candidates[: len(indices)] = indices.to(self.model.device)
+
+    def run(self, max_length: int, on_look: Callable[[], None] = lambda: None) -> None:
+        """Decode all live rows to `max_length` answer tokens, or until memory is full.
+
+        Rows that emit a stop token finish and free their pages at the next look, so the others get
+        further. At `max_length` all live rows finish. `on_look` is called at every look.
+        """
+        while self.live and self.length < max_length:
+            steps = min(self.look_every, max_length - self.length, self.steps_that_fit())
+            if steps == 0:
+                return
+            self._run_block(steps)
+            on_look()
+        for row, candidate in enumerate(self.live):
+            self._finish(candidate, self.tokens_of(row), End.LENGTH)
+        self.live = []
+        self._move(np.zeros(0, dtype=np.int64))
+
+    def steps_that_fit(self) -> int:
+        """Steps for which the live rows' pages and the free pages suffice."""
+        cache = self.cache
+        own = int(cache.pages_of(cache.lengths[:1]).max(initial=0))
+        columns = own + cache.num_free_pages // max(1, len(self.live))
+        room = min(columns * cache.page_size, cache.max_row_tokens)
+        return max(0, room - int(cache.lengths.max(initial=0)))
+
+    def select(self, rows: Sequence[int], fork_indices: Sequence[int] = ()) -> None:
+        """Keep live `rows`, in this order; the last `len(fork_indices)` of them are forks.
+
+        A fork is a new candidate with its own random stream from here on.
+        """
+        rows = np.asarray(rows, dtype=np.int64)
+        first_fork = len(rows) - len(fork_indices)
+        live = [self.live[row] for row in rows[:first_fork]]
+        for row, index in zip(rows[first_fork:], fork_indices, strict=True):
+            parent = self.live[row].index
+            live.append(Candidate(index, parent=parent, fork_length=self.length))
+        self._move(rows)
+        self.live = live
+        self._load_candidates()
+
+    def tokens_of(self, row: int) -> np.ndarray:
+        """The answer tokens of live row `row` so far (a view, valid until the next step)."""
+        return self._sampled[row, : self.length]
+
+    def _move(self, rows: np.ndarray) -> None:
+        """Row i becomes old row `rows[i]`, in the cache, on the device and on the host."""
+        self.cache.select(rows)
+        index = torch.from_numpy(rows).to(self.model.device)
+        for tensor in (self.state.tokens, self.state.candidates, self.state.bad):
+            tensor[: len(rows)] = tensor[index]
+        self._sampled = self._sampled[rows]
+
+    @torch.inference_mode()
+    def _run_block(self, steps: int) -> None:
+        """`steps` decode steps without the host looking at the device, then one look."""
+        length = int(self.cache.lengths[0])
+        self.cache.grow(length + steps)
+        self.state.block_step.zero_()
+        for _ in range(steps):
+            self._step()
+        self._look(steps)
+
+    def _step(self) -> None:
+        """Append the last tokens and sample the next, in chunks of rows that fit in memory."""
+        state = self.state
+        state.advance()
+        self.chunk.retrying(self._forward)
+        state.tokens.copy_(state.history.index_select(0, state.block_step)[0])
+        self._count_step()
+
+    def _forward(self) -> None:
+        state, num_rows = self.state, padded(len(self.live))
+        size = padded(self.chunk.size)
+        for first in range(0, num_rows, size):
+            rows = slice(first, min(first + size, num_rows))
+            hidden = self.model.decode(self.ops, state, rows)
+            tokens, bad = sample(
+                self.model.logits(hidden),
+                self.sampling,
+                state.host_stream_key,
+                state.candidates[rows],
+                state.host_step,
+            )
+            state.history[state.block_step, rows] = tokens
+            state.bad[rows] |= bad
+
+    def _count_step(self) -> None:
+        self.state.host_step += 1
+        self.state.step += 1
+        self.state.block_step += 1
+
+    def _look(self, steps: int) -> None:
+        """Bring the block's tokens to the host and retire the rows that finished in it."""
+        num_rows = len(self.live)
+        block = self.state.history[:steps, :num_rows].T.to("cpu", torch.int32).numpy()
+        bad = self.state.bad[:num_rows].cpu().numpy()
+        self._append(block)
+        stopped = np.isin(block, self.stop_ids)
+        done = stopped.any(1) | bad
+        first_stop = self.length - steps + stopped.argmax(1)
+        num_tokens = np.where(stopped.any(1), first_stop + 1, self.length) - (self.length - steps)
+        self.tokens_generated += int(num_tokens.sum())
+        if not done.any():
+            return
+        for row in np.flatnonzero(done):
+            end = End.FAILED if bad[row] else End.STOP
+            length = first_stop[row] + 1 if end is End.STOP else self.length
+            self._finish(self.live[row], self._sampled[row, :length], end)
+        if bad.any() and self.cache.lengths.any():
+            self.cache.scrub(np.flatnonzero(bad))
+        keep = np.flatnonzero(~done)
+        self.live = [self.live[row] for row in keep]
+        self._move(keep)
+
+    def _append(self, block: np.ndarray) -> None:
+        """Add `[rows, steps]` tokens to the host's copy, which doubles when it is full."""
+        end = self.length + block.shape[1]
+        if end > self._sampled.shape[1]:
+            self._sampled = np.pad(self._sampled, ((0, 0), (0, end)))
+        self._sampled[:, self.length : end] = block
+        self.length = end
+
+    def _finish(self, candidate: Candidate, tokens: np.ndarray, end: End) -> None:
+        candidate.tokens, candidate.end = tokens.copy(), end
+        self.finished.append(candidate)
+
+
+def padded(rows: int) -> int:
+    """Rows of a batch, padding included."""
+    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+@torch.inference_mode()
+def prefill(
+    model: Transformer, ops: Ops, cache: PagedKV, prompt_ids: Sequence[int]
+) -> torch.Tensor:
+    """Compute the prompt's KV into the cache's prompt buffer; returns `[prompt, hidden]`."""
+    ids = torch.as_tensor(np.asarray(prompt_ids, dtype=np.int64)).to(model.device)
+    hidden = []
+    for chunk in ids.split(PREFILL_CHUNK):
+        hidden.append(model.extend(ops, chunk, pack(cache, [len(chunk)], to_prompt=True)))
+        cache.prompt_len += len(chunk)
+    return torch.cat(hidden)

@@ -1,0 +1,177 @@
+"""Memory as arithmetic: how many rows start, how far they go, who gets which bytes.
+
+The budget is what is left of the memory after both models' weights and the workspace of the largest
+forward passes. It is cut once, into pages of the generator's cache and of the reward model's; both
+prompts' buffers come off first. Nothing here touches a device: numbers in, numbers out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.config import ModelConfig
+
+FIRST_STRETCH_TOKENS = 64  # answer tokens of the first round: fewer say little about an answer
+REWARD_PAGE_SIZE = 16  # small, since a turn's end spills into a page of its own
+REWARD_EXTRA_TOKENS = 16  # what a template adds behind an answer
+DECODE_SHARE, READ_SHARE = 0.35, 0.7  # of the matrix units' rate that decoding and reading reach
+
+
+class DoesNotFit(ValueError):
+    """Not even one row fits; the message says how much is missing and which flag helps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One model's memory: its config, the bytes of a value, the longest prompt."""
+
+    config: ModelConfig
+    bytes_per_value: int
+    max_prompt: int
+
+    @property
+    def token_bytes(self) -> int:
+        return self.config.kv_bytes_per_token(self.bytes_per_value)
+
+    @property
+    def prompt_bytes(self) -> int:
+        return self.max_prompt * self.token_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The cut of the budget. Bytes are bytes, sizes are tokens."""
+
+    budget_bytes: int
+    page_size: int
+    pages: int  # of the generator's cache
+    reward_pages: int  # of the reward model's, 0 where nothing is kept
+    keep_reward_cache: bool
+    why: str
+    max_rows: int
+    max_answer_tokens: int
+    generator_kv_bytes: int
+    reward_kv_bytes: int
+    weight_bytes: int = 0
+    workspace_bytes: int = 0
+    predicted_peak_bytes: int = 0
+    generator_params: int = 0
+    reward_params: int = 0
+
+    def rows_for(self, answer_tokens: int) -> int:
+        """Rows that fit when each has this many answer tokens."""
+        return min(self.max_rows, self.pages // pages_for(answer_tokens, self.page_size))
+
+
+def pages_for(answer_tokens: int, page_size: int) -> int:
+    """Pages of one row; the last sampled token never needs a place in the cache."""
+    return max(1, -(-(answer_tokens - 1) // page_size))
+
+
+def first_stretch(page_size: int, max_answer_tokens: int) -> int:
+    """Answer tokens that the first rows have room for: whole pages, the sampled token on top."""
+    stretch = -(-FIRST_STRETCH_TOKENS // page_size) * page_size + 1
+    return min(stretch, max_answer_tokens)
+
+
+def make_plan(
+    budget_bytes: int,
+    generator: Side,
+    reward: Side | None,
+    *,
+    page_size: int,
+    max_answer_tokens: int,
+    max_rows: int | None = None,
+    alpha: float | None = None,
+    reward_cache: str = "auto",
+) -> Plan:
+    """Cut `budget_bytes` of KV memory.
+
+    `alpha` is None for Best-of-N, where each answer is read once and keeping what was read is of
+    no use. Raises DoesNotFit where one row at full length does not fit.
+    """
+    prompts = generator.prompt_bytes + (reward.prompt_bytes if reward else 0)
+    free = budget_bytes - prompts
+    share, keep, why = 1.0, False, "nothing to keep: each answer is read once"
+    if reward is not None and alpha is not None:
+        share = _generator_share(generator, reward, page_size)
+        keep, why = _choose(generator, reward, share, alpha, max_answer_tokens, reward_cache)
+    page_bytes = page_size * generator.token_bytes
+    pages = max(0, int(free * (share if keep else 1.0))) // page_bytes
+    needed = pages_for(max_answer_tokens, page_size)
+    if pages < needed:
+        # Without the reward's cache there may be room; the caller's choice is not overridden.
+        missing = int((needed * page_bytes) / (share if keep else 1.0)) + prompts - budget_bytes
+        raise DoesNotFit(
+            f"one row of {max_answer_tokens} answer tokens does not fit: the KV budget is "
+            f"{budget_bytes / 1e9:.3f} GB and {missing / 1e9:.3f} GB more are needed; give a "
+            "larger --kv_cache_gb or --gpu_memory_utilization, or a smaller --max_tokens or "
+            "--max_gen_tokens"
+        )
+    rows = min(pages, max_rows) if max_rows else pages
+    reward_pages = 0
+    if keep:
+        reward_bytes = REWARD_PAGE_SIZE * reward.token_bytes
+        reward_pages = (free - pages * page_bytes) // reward_bytes
+    return Plan(
+        budget_bytes=budget_bytes,
+        page_size=page_size,
+        pages=pages,
+        reward_pages=reward_pages,
+        keep_reward_cache=keep,
+        why=why,
+        max_rows=rows,
+        max_answer_tokens=max_answer_tokens,
+        generator_kv_bytes=generator.prompt_bytes + (pages + 1) * page_bytes,
+        reward_kv_bytes=_reward_bytes(reward, reward_pages),
+        generator_params=generator.config.num_params,
+        reward_params=reward.config.num_params if reward else 0,
+    )
+
+
+def _reward_bytes(reward: Side | None, pages: int) -> int:
+    if reward is None:
+        return 0
+    return reward.prompt_bytes + (pages + 1) * REWARD_PAGE_SIZE * reward.token_bytes
+
+
+def _generator_share(generator: Side, reward: Side, page_size: int) -> float:
+    """The generator's share of a shared budget, such that both caches are full together.
+
+    The first stretch decides: there the turn's end weighs most in the reward model's pages.
+    """
+    stretch = first_stretch(page_size, 1 << 60) - 1
+    read = -(-(stretch + REWARD_EXTRA_TOKENS) // REWARD_PAGE_SIZE) * REWARD_PAGE_SIZE
+    own, other = stretch * generator.token_bytes, read * reward.token_bytes
+    return own / (own + other)
+
+
+def _choose(
+    generator: Side, reward: Side, share: float, alpha: float, max_answer: int, wish: str
+) -> tuple[bool, str]:
+    """Keep what the reward model read, or read again? By predicted time a candidate."""
+    if wish != "auto":
+        return wish == "on", f"--reward_cache {wish}"
+    if alpha == 0.0:
+        return False, "nothing is cut, so each answer is read once"
+    decode = generator.config.num_layer_params / DECODE_SHARE
+    read = reward.config.num_layer_params / READ_SHARE
+    rounds = _rounds(alpha, max_answer)
+    # In units of the memory's tokens: a round fills a share alpha of it anew; all of it is read.
+    grown = 1 + (rounds - 1) * alpha
+    kept = grown * (decode + read)
+    again = grown * decode + rounds * read
+    # Keeping costs rows: the same memory starts fewer candidates, so both are counted a candidate;
+    # starting fewer is a loss only as far as decoding few rows wastes the device, taken as a tenth.
+    kept *= 1 + 0.1 * (1 - share)
+    better = "keeping" if kept < again else "reading again"
+    ratio = max(kept, again) / min(kept, again)
+    return kept < again, f"{better} is predicted {ratio:.2f} times faster over {rounds} rounds"
+
+
+def _rounds(alpha: float, max_answer: int) -> int:
+    """Rounds until one row's share of the memory reaches the longest answer."""
+    length, rounds = FIRST_STRETCH_TOKENS, 1
+    while length < max_answer and rounds < 64:
+        length, rounds = length / (1 - alpha), rounds + 1
+    return rounds

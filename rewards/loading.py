@@ -1,0 +1,85 @@
+"""From a model's source to its weights and head. Which kind it is follows from its config alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from engine.config import ModelConfig, UnsupportedModel, read_config
+from engine.model import Transformer
+from engine.weights import BadWeights, load_model, merge_lora
+from rewards.heads import Head, build_head, head_names
+from suite.chat import Chat, reward_chat
+from suite.models import ModelSource, resolve
+
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_FORMAT = "speculative-rejection-reward-adapter"
+PEFT_PREFIX = "base_model.model.model."
+
+
+@dataclasses.dataclass(slots=True)
+class RewardModel:
+    """A reward model that the engine can read with."""
+
+    backbone: Transformer
+    head: Head
+    chat: Chat
+
+
+def load_reward_model(source: ModelSource, dtype: torch.dtype, device: torch.device) -> RewardModel:
+    """Load a reward model's weights, head and tokenizer. Raises ValueError with the reason."""
+    folder = source.ready()
+    raw = read_config(folder)
+    if raw.get("format") == ADAPTER_FORMAT:
+        return _load_adapter(folder, raw, dtype, device)
+    architecture = source.architecture
+    chat = reward_chat(folder, source.name, architecture)
+    prefix = "backbone_model." if architecture == "RewardModel" else ""
+    config = backbone_config(folder, raw, architecture)
+    backbone, tensors = load_model(
+        folder,
+        dtype,
+        device,
+        config=config,
+        prefix=prefix,
+        head_names=head_names(architecture, raw),
+    )
+    shape = {**raw, "hidden_size": config.hidden_size}
+    return RewardModel(backbone, build_head(architecture, shape, tensors), chat)
+
+
+def backbone_config(folder: Path, raw: dict, architecture: str) -> ModelConfig:
+    """The config of a reward model's backbone.
+
+    AlpacaFarm's config has no sizes, only the name of the model it was trained from: that model's
+    folder must lie beside this one.
+    """
+    if architecture != "RewardModel" or "hidden_size" in raw:
+        return ModelConfig.from_dict({**raw, "tie_word_embeddings": False})
+    named = str(raw.get("backbone_model_name_or_path", "")).rstrip("/").rsplit("/", 1)[-1]
+    beside = Path(folder).resolve().parent / named
+    if not named or not (beside / "config.json").is_file():
+        raise UnsupportedModel(
+            f"{folder}: the config has no sizes; put the model that it was trained from "
+            f"({named or 'unnamed'}) beside it, or copy its sizes into config.json"
+        )
+    return ModelConfig.from_dict({**read_config(beside), "tie_word_embeddings": False})
+
+
+def _load_adapter(folder: Path, raw: dict, dtype: torch.dtype, device: torch.device) -> RewardModel:
+    """A LoRA adapter and head on a base model that is found by name; merged into the weights."""
+    base = resolve(raw["base_model"], role="generator")
+    base_folder = base.ready()
+    backbone, _ = load_model(base_folder, dtype, device)
+    tensors = load_file(folder / ADAPTER_FILE)
+    head = {"score.weight": tensors.pop("score.weight").to(device, torch.float32)}
+    stray = [name for name in tensors if not name.startswith(PEFT_PREFIX)]
+    if stray:
+        raise BadWeights(f"{folder}: adapter tensors without a place: {', '.join(stray[:4])}")
+    merge_lora(backbone, tensors, raw["lora"]["scaling"], PEFT_PREFIX)
+    chat = reward_chat(base_folder, base.name, raw["architectures"][0], cut_after=True)
+    shape = {"hidden_size": backbone.config.hidden_size}
+    return RewardModel(backbone, build_head(raw["architectures"][0], shape, head), chat)

@@ -1,0 +1,120 @@
+"""Rewards that are language models: read by the engine, scored by a head or by likelihood.
+
+Where the generator and the reward model share a vocabulary, the candidates' ids are read as they
+are; otherwise the answers go through text. Either way the reader keeps the longest common prefix of
+what it read before, so a round costs the new tokens and the turn's end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from engine.candidates import Candidate
+from engine.reader import Reader
+from engine.scoring import LikelihoodReader
+from rewards.heads import Head
+from suite.chat import Chat
+
+Decode = Callable[[Sequence[Sequence[int]]], list[str]]
+
+
+class ModelReward:
+    """A backbone with a head at the last token."""
+
+    def __init__(self, reader: Reader, head: Head, chat: Chat, decode: Decode | None) -> None:
+        """`decode` turns the generator's ids into text; None where the vocabularies are one."""
+        self.reader, self.head, self.chat, self.decode = reader, head, chat, decode
+        self.num_params = reader.model.config.num_params
+        self.truncated: set[int] = set()  # candidates whose answer was cut to the model's length
+        self.last_hidden: torch.Tensor | None = None  # [candidates, hidden] of the last score()
+
+    @property
+    def tokens_read(self) -> int:
+        return self.reader.tokens_read
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.reader.cache.used_bytes
+
+    def begin(self, prompt: str) -> None:
+        self._prompt = prompt
+        self._prompt_ids = np.asarray(self.chat.prompt_ids(prompt), dtype=np.int64)
+        self.truncated = set()
+        limit = min(self.reader.model.config.max_positions, self.reader.cache.prompt_k.shape[2])
+        if len(self._prompt_ids) + len(self.chat.after_ids) >= limit:
+            raise ValueError(
+                f"the prompt has {len(self._prompt_ids)} tokens for the reward model, which reads "
+                f"at most {limit}"
+            )
+        self.head.begin(self.reader.begin(self._prompt_ids))
+
+    def score(self, candidates: Sequence[Candidate]) -> list[float]:
+        if not candidates:
+            return []
+        sequences = dict(zip([c.index for c in candidates], self._ids(candidates), strict=True))
+        hidden = self.reader.read(sequences)
+        self.last_hidden = hidden
+        return self.head.score(hidden).tolist()
+
+    def keep_only(self, indices: Sequence[int]) -> None:
+        self.reader.keep_only(indices)
+
+    def fork(self, parents: Sequence[int], children: Sequence[int]) -> None:
+        self.reader.fork(parents, children)
+
+    def _ids(self, candidates: Sequence[Candidate]) -> list[np.ndarray]:
+        """The whole conversation of each candidate in the reward model's ids."""
+        after = np.asarray(self.chat.after_ids, dtype=np.int64)
+        if self.decode is None:
+            bodies = [np.concatenate((self._prompt_ids, c.answer)) for c in candidates]
+        else:
+            texts = self.decode([c.answer for c in candidates])
+            whole = self.chat.conversation_ids(self._prompt, texts)
+            bodies = [np.asarray(ids[: len(ids) - len(after)], dtype=np.int64) for ids in whole]
+        limit = self.reader.model.config.max_positions - len(after)
+        for candidate, body in zip(candidates, bodies, strict=True):
+            if len(body) > limit:
+                self.truncated.add(candidate.index)
+        if not len(after):  # something must be read: an empty answer is scored at the prompt's end
+            limit = max(limit, 1)
+        return [np.concatenate((body[:limit], after)) for body in bodies]
+
+
+class SelfReward:
+    """The generator's own perplexity: -exp(mean negative log-likelihood of prompt and answer)."""
+
+    def __init__(self, reader: Reader, prompt_ids: Callable[[str], list[int]]) -> None:
+        self.likelihood = LikelihoodReader(reader)
+        self.num_params = reader.model.config.num_params
+        self._encode = prompt_ids
+
+    @property
+    def tokens_read(self) -> int:
+        return self.likelihood.reader.tokens_read
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.likelihood.reader.cache.used_bytes
+
+    def begin(self, prompt: str) -> None:
+        self._prompt_ids = np.asarray(self._encode(prompt), dtype=np.int64)
+        self.likelihood.begin(self._prompt_ids)
+
+    def score(self, candidates: Sequence[Candidate]) -> list[float]:
+        sequences = {c.index: np.concatenate((self._prompt_ids, c.answer)) for c in candidates}
+        sums = self.likelihood.read(sequences)
+        return [-_exp(-total / count) if count else math.nan for total, count in sums]
+
+    def keep_only(self, indices: Sequence[int]) -> None:
+        self.likelihood.reader.keep_only(indices)
+
+    def fork(self, parents: Sequence[int], children: Sequence[int]) -> None:
+        self.likelihood.fork(parents, children)
+
+
+def _exp(x: float) -> float:
+    return math.exp(x) if x < 700 else math.inf
