@@ -19,7 +19,7 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from postprocess.reading import BadFile, finite, is_name, load_json, shown
+from postprocess.reading import BadFile, finite, load_json, shown
 from postprocess.runs import (
     EXIT_OK,
     EXIT_WRONG,
@@ -32,6 +32,7 @@ from postprocess.runs import (
     write_text,
 )
 from postprocess.stats import brief
+from suite.settings import base_name
 
 Rows = list[dict[str, Any]]
 
@@ -71,8 +72,9 @@ def check_rows(rows: Any) -> Rows:
     for key in ("llm", "reward", "generator", "seed"):
         if len({row[key] for row in rows}) > 1:
             raise ValueError(f"several values of {key} in one file")
-    if not all(is_name(rows[0][key]) for key in ("llm", "reward", "generator")):
-        raise ValueError("llm, reward or generator is no name")
+    for key in ("llm", "reward", "generator"):
+        if base_name(rows[0][key]) != rows[0][key]:
+            raise ValueError(f"{key}: {shown(rows[0][key])} is no name")
     return rows
 
 

@@ -79,7 +79,7 @@ def log_axis(axes: Axes, values: Sequence[float]) -> None:
     first, last = math.floor(math.log2(low / pad)), math.ceil(math.log2(high * pad))
     step = max(1, math.ceil((last - first) / 8))
     ticks = [2.0**power for power in range(first, last + 1, step)]
-    axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
+    axes.set_xticks(ticks, [f"{tick:.0f}" if tick >= 1 else f"{tick:.3g}" for tick in ticks])
     axes.minorticks_off()
     axes.set_xlim(low / pad, high * pad)  # last: ticks widen the limits
 

@@ -17,13 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from suite.settings import NOT_FOR_SAMENESS
+
 # Best-of-3840 with long answers is some 120 MB; anything far above is not ours, and parsing takes
 # about ten times the file's size in memory.
 MAX_FILE_BYTES = 256 * 2**20
 # A hostile 256 MB of "[],[],..." would take 6 GB once parsed. 3840 candidates x 2000 token ids are
 # 8 million values.
 MAX_VALUES = 16_000_000
-MAX_NAME_CHARS = 200
+MAX_NAME_CHARS = 1000  # a name may be a path
 # No model scores beyond this, and within it sums and ratios of scores stay finite.
 MAX_SCORE = 1e100
 MAX_SECONDS = 1e12
@@ -261,8 +263,9 @@ def settings_of(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
-    """`name (a against b)` for every setting that differs; a missing one counts as None."""
+    """`name (a against b)` for every setting that differs and matters; a missing one is None."""
     names = [key for key in {**left, **right} if left.get(key) != right.get(key)]
+    names = [key for key in names if key not in NOT_FOR_SAMENESS]
     return [f"{shown(k)} ({shown(left.get(k))} against {shown(right.get(k))})" for k in names]
 
 
@@ -299,7 +302,7 @@ def _check_object(item: dict[str, Any]) -> None:
 def _check_names(item: dict[str, Any]) -> None:
     for key in ("llm_name", "reward_model_name"):
         value = item.get(key)
-        if value is not None and not (isinstance(value, str) and is_name(basename(value))):
+        if value is not None and not (isinstance(value, str) and is_name(value)):
             raise ValueError(f"{key}: want a model's name, got {shown(value)}")
     for key in ("seed", "process_seed", "batch_size"):
         value = item.get(key)
@@ -378,12 +381,6 @@ def _total(objects: list[dict[str, Any]], key: str) -> int | None:
     return None if None in values else sum(values)  # type: ignore[arg-type]
 
 
-def basename(name: str) -> str:
-    """`org/Model`, `Model` and `/models/Model/` are all `Model`."""
-    return name.rstrip("/").rpartition("/")[2]
-
-
 def is_name(text: str) -> bool:
-    """Fit for a file name and a table."""
-    usable = text.isprintable() and text not in (".", "..") and "\\" not in text
-    return usable and 0 < len(text) <= MAX_NAME_CHARS
+    """One printable line of a sane length."""
+    return text.isprintable() and 0 < len(text.strip()) <= len(text) <= MAX_NAME_CHARS

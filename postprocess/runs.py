@@ -25,16 +25,15 @@ from typing import Any
 from postprocess.reading import (
     BadFile,
     PromptResult,
-    basename,
     differences,
     finite,
     is_name,
     read_prompt,
     shown,
 )
+from suite.settings import PROJECT, base_name
 
 LOG = logging.getLogger("postprocess")
-PROJECT = Path(__file__).resolve().parents[1]
 PROMPT_FILE = re.compile(r".*_prompt_(\d{1,18})\.json")
 # Bo120_<llm>_<reward>_0, SpR_alpha_0.5_..., SpRF_alpha_auto_...
 FOLDER = re.compile(
@@ -280,7 +279,7 @@ def _name_run(folder: Path, results: list[PromptResult]) -> Run:
     if seed is None:
         seed = int(match["seed"]) if match else 0
     method = _method(settings, results, match, folder)
-    return Run(folder, method, basename(names[0]), basename(names[1]), seed)
+    return Run(folder, method, base_name(names[0]), base_name(names[1]), seed)
 
 
 def _models_in(text: str, folder: Path) -> list[str]:

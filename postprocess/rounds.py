@@ -1,0 +1,65 @@
+"""The `rounds` of a Speculative Rejection object, checked. The paper's files have none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from postprocess.reading import finite, shown
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One rejection: `rows` went in, those in `scores` (candidate -> partial score) were alive at
+    `stop_length`, `kept` of the pool went on."""
+
+    rows: int
+    stop_length: int
+    scores: dict[int, float]
+    num_scored: int
+    kept: int
+    kv_bytes: int
+    reward_kv_bytes: int
+
+
+def rounds_of(item: dict[str, Any]) -> list[Round]:
+    """The rounds in order; ValueError names a fault. A score that is not finite is left out."""
+    listed = item.get("rounds") or []
+    if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
+        raise ValueError(f"rounds: want a list of objects, got {shown(listed)}")
+    return [_round(entry, position) for position, entry in enumerate(listed)]
+
+
+def _round(entry: dict[str, Any], position: int) -> Round:
+    candidates, scores = (entry.get(key) or [] for key in ("candidates", "scores"))
+    whole = isinstance(candidates, list) and isinstance(scores, list)
+    if not whole or len(candidates) != len(scores) or not all(map(_is_index, candidates)):
+        raise ValueError(f"rounds: round {position}: candidates and scores do not belong together")
+    kept = entry.get("kept")
+    found = {
+        c: score
+        for c, s in zip(candidates, scores, strict=True)
+        if (score := finite(s)) is not None
+    }
+    return Round(
+        rows=_count(entry, "rows", position),
+        stop_length=_count(entry, "stop_length", position),
+        scores=found,
+        num_scored=len(candidates),
+        kept=len(kept) if isinstance(kept, list) else _count(entry, "kept", position),
+        kv_bytes=_count(entry, "kv_bytes", position),
+        reward_kv_bytes=_count(entry, "reward_kv_bytes", position),
+    )
+
+
+def _is_index(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _count(entry: dict[str, Any], key: str, position: int) -> int:
+    value = entry.get(key, 0)
+    if value is None:
+        return 0
+    if not _is_index(value):
+        raise ValueError(f"rounds: round {position}: {key}: want a count, got {shown(value)}")
+    return value
