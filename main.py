@@ -63,6 +63,7 @@ def run(settings: Settings, stopping: Stopping) -> int:
             folder = stack.enter_context(open_folder(settings, processes))
             todo = agree(folder, prompts, processes)
             generator = build(settings, processes) if todo else None
+            processes.barrier()  # nobody begins a prompt before every process has its models
         except (ValueError, OSError) as e:
             return _refuse(e, processes)
         return loop(generator, prompts, todo, settings, folder, processes)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BEAT_SEC = 1.0
-SILENCE_SEC = 40.0
+SILENCE_SEC = 25.0  # with a launcher's 30 s for a frozen process: within a minute
 SHORTEST_POLL_SEC, LONGEST_POLL_SEC = 0.002, 0.1
 CHUNK_BYTES = 4 * 2**20  # the store takes values of at most 8 MiB
 STORE_TIMEOUT = timedelta(seconds=60)
