@@ -49,6 +49,7 @@ class Decoder:
         self.live: list[Candidate] = []
         self.finished: list[Candidate] = []
         self.tokens_generated = 0
+        self._prompt_hidden: torch.Tensor | None = None  # [1, hidden] at the prompt's last token
         self.length = 0  # answer tokens of every live row
         self._sampled = np.zeros((0, 0), dtype=np.int32)  # [live rows, capacity >= length]
 
@@ -60,25 +61,40 @@ class Decoder:
         self.cache.clear()
         hidden = prefill(self.model, self.ops, self.cache, prompt_ids)
         self.state.begin(len(prompt_ids), stream_key)
-        self._add_first_tokens(hidden[-1:], candidates)
+        self._prompt_hidden = hidden[-1:]
+        self._add_first_tokens(candidates)
+
+    def is_on(self, stream_key: int) -> bool:
+        """Whether the prompt of this stream is the one that is prefilled."""
+        return self._prompt_hidden is not None and self.state.host_stream_key == stream_key
 
     @torch.inference_mode()
-    def start_more(self, hidden: torch.Tensor, candidates: Sequence[int]) -> None:
+    def start_more(self, candidates: Sequence[int]) -> None:
         """Start another wave on the prompt that is already there."""
         self.cache.select([])
         self.state.begin(self.cache.prompt_len, self.state.host_stream_key)
-        self._add_first_tokens(hidden, candidates)
+        self._add_first_tokens(candidates)
 
-    def _add_first_tokens(self, hidden: torch.Tensor, candidates: Sequence[int]) -> None:
+    def take_finished(self) -> list[Candidate]:
+        """The candidates that finished since the last call."""
+        finished, self.finished = self.finished, []
+        return finished
+
+    def forget_prompt(self) -> None:
+        """Free everything, count from zero."""
+        self.cache.clear()
+        self.live, self.finished = [], []
+        self._prompt_hidden = None
+        self.tokens_generated = 0
+
+    def _add_first_tokens(self, candidates: Sequence[int]) -> None:
         count = len(candidates)
-        self.last_prompt_hidden = hidden
         self.live = [Candidate(index) for index in candidates]
-        self.finished = []
         self.cache.add_rows(count)
         self.length = 0
         self._sampled = np.zeros((count, 64), dtype=np.int32)
         self._load_candidates()
-        logits = self.model.logits(hidden.expand(ROW_MULTIPLE, -1))[:1]
+        logits = self.model.logits(self._prompt_hidden.expand(ROW_MULTIPLE, -1))[:1]
         state = self.state
         tokens, bad = sample(
             logits.expand(count, -1),

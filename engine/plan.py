@@ -1,8 +1,8 @@
 """Memory as arithmetic: how many rows start, how far they go, who gets which bytes.
 
-The budget is what is left of the memory after both models' weights and the workspace of the largest
-forward passes. It is cut once, into pages of the generator's cache and of the reward model's; both
-prompts' buffers come off first. Nothing here touches a device: numbers in, numbers out.
+The budget is what is left of the memory after both models' weights, the buffers of their prompts
+and the workspace of the largest forward passes. It is cut once, into pages of the generator's cache
+and of the reward model's. Nothing here touches a device: numbers in, numbers out.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class Plan:
     max_answer_tokens: int
     generator_kv_bytes: int
     reward_kv_bytes: int
+    reward_max_prompt: int = 1
     weight_bytes: int = 0
     workspace_bytes: int = 0
     predicted_peak_bytes: int = 0
@@ -85,23 +86,21 @@ def make_plan(
     alpha: float | None = None,
     reward_cache: str = "auto",
 ) -> Plan:
-    """Cut `budget_bytes` of KV memory.
+    """Cut `budget_bytes` of memory for answers' keys and values.
 
     `alpha` is None for Best-of-N, where each answer is read once and keeping what was read is of
     no use. Raises DoesNotFit where one row at full length does not fit.
     """
-    prompts = generator.prompt_bytes + (reward.prompt_bytes if reward else 0)
-    free = budget_bytes - prompts
     share, keep, why = 1.0, False, "nothing to keep: each answer is read once"
     if reward is not None and alpha is not None:
         share = _generator_share(generator, reward, page_size)
         keep, why = _choose(generator, reward, share, alpha, max_answer_tokens, reward_cache)
     page_bytes = page_size * generator.token_bytes
-    pages = max(0, int(free * (share if keep else 1.0))) // page_bytes
+    pages = max(0, int(budget_bytes * (share if keep else 1.0))) // page_bytes
     needed = pages_for(max_answer_tokens, page_size)
     if pages < needed:
         # Without the reward's cache there may be room; the caller's choice is not overridden.
-        missing = int((needed * page_bytes) / (share if keep else 1.0)) + prompts - budget_bytes
+        missing = int((needed * page_bytes) / (share if keep else 1.0)) - budget_bytes
         raise DoesNotFit(
             f"one row of {max_answer_tokens} answer tokens does not fit: the KV budget is "
             f"{budget_bytes / 1e9:.3f} GB and {missing / 1e9:.3f} GB more are needed; give a "
@@ -112,7 +111,7 @@ def make_plan(
     reward_pages = 0
     if keep:
         reward_bytes = REWARD_PAGE_SIZE * reward.token_bytes
-        reward_pages = (free - pages * page_bytes) // reward_bytes
+        reward_pages = (budget_bytes - pages * page_bytes) // reward_bytes
     return Plan(
         budget_bytes=budget_bytes,
         page_size=page_size,
@@ -124,6 +123,7 @@ def make_plan(
         max_answer_tokens=max_answer_tokens,
         generator_kv_bytes=generator.prompt_bytes + (pages + 1) * page_bytes,
         reward_kv_bytes=_reward_bytes(reward, reward_pages),
+        reward_max_prompt=reward.max_prompt if reward else 1,
         generator_params=generator.config.num_params,
         reward_params=reward.config.num_params if reward else 0,
     )

@@ -19,8 +19,11 @@ class RewardFailed(RuntimeError):
 class Reward(Protocol):
     """Scores the candidates of one prompt at a time."""
 
-    tokens_read: int  # by the model since the program began; 0 where nothing is known
+    tokens_read: int  # by the model since `reset_counter`; 0 where nothing is known
     num_params: int  # of the reward model; 0 where there is none
+
+    def reset_counter(self) -> None:
+        """Count the tokens read from zero."""
 
     def begin(self, prompt: str) -> None:
         """Start on a prompt; forgets the last one's candidates."""

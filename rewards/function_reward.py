@@ -30,6 +30,9 @@ class FunctionReward:
         self.name, self.function, self.decode = name, function, decode
         self.timeout_sec = timeout_sec
 
+    def reset_counter(self) -> None:
+        pass
+
     def begin(self, prompt: str) -> None:
         self._prompt = prompt
 

@@ -13,6 +13,7 @@ from engine.model import Transformer
 from engine.weights import BadWeights, load_model, merge_lora
 from rewards.heads import Head, build_head, head_names
 from suite.chat import Chat, reward_chat
+from suite.model_files import GENERATORS
 from suite.models import ModelSource, resolve
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -36,6 +37,11 @@ def load_reward_model(source: ModelSource, dtype: torch.dtype, device: torch.dev
     if raw.get("format") == ADAPTER_FORMAT:
         return _load_adapter(folder, raw, dtype, device)
     architecture = source.architecture
+    if architecture in GENERATORS:
+        raise ValueError(
+            f"{source.name} is a language model without a reward head; to reward answers by "
+            "perplexity, give the same name as --llm_name and --reward_model_name"
+        )
     chat = reward_chat(folder, source.name, architecture)
     prefix = "backbone_model." if architecture == "RewardModel" else ""
     config = backbone_config(folder, raw, architecture)
@@ -55,10 +61,10 @@ def backbone_config(folder: Path, raw: dict, architecture: str) -> ModelConfig:
     """The config of a reward model's backbone.
 
     AlpacaFarm's config has no sizes, only the name of the model it was trained from: that model's
-    folder must lie beside this one.
+    folder must lie beside this one. "Tied" saves the output matrix, which no head uses.
     """
     if architecture != "RewardModel" or "hidden_size" in raw:
-        return ModelConfig.from_dict({**raw, "tie_word_embeddings": False})
+        return ModelConfig.from_dict({**raw, "tie_word_embeddings": True})
     named = str(raw.get("backbone_model_name_or_path", "")).rstrip("/").rsplit("/", 1)[-1]
     beside = Path(folder).resolve().parent / named
     if not named or not (beside / "config.json").is_file():
@@ -66,7 +72,7 @@ def backbone_config(folder: Path, raw: dict, architecture: str) -> ModelConfig:
             f"{folder}: the config has no sizes; put the model that it was trained from "
             f"({named or 'unnamed'}) beside it, or copy its sizes into config.json"
         )
-    return ModelConfig.from_dict({**read_config(beside), "tie_word_embeddings": False})
+    return ModelConfig.from_dict({**read_config(beside), "tie_word_embeddings": True})
 
 
 def _load_adapter(folder: Path, raw: dict, dtype: torch.dtype, device: torch.device) -> RewardModel:

@@ -36,6 +36,9 @@ class ModelReward:
     def tokens_read(self) -> int:
         return self.reader.tokens_read
 
+    def reset_counter(self) -> None:
+        self.reader.tokens_read = 0
+
     @property
     def kv_bytes(self) -> int:
         return self.reader.cache.used_bytes
@@ -95,6 +98,9 @@ class SelfReward:
     @property
     def tokens_read(self) -> int:
         return self.likelihood.reader.tokens_read
+
+    def reset_counter(self) -> None:
+        self.likelihood.reader.tokens_read = 0
 
     @property
     def kv_bytes(self) -> int:

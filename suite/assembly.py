@@ -1,0 +1,271 @@
+"""From settings to a running engine: models, memory plan, caches, decoder and reward.
+
+The order matters: weights first, then the workspace is measured by running the largest forward
+passes, and what is left of the memory is the KV budget. Nothing here decides about candidates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import platform
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine import memory
+from engine.decoder import Decoder
+from engine.kv_cache import PagedKV
+from engine.model import Transformer
+from engine.ops import Ops, TorchOps
+from engine.plan import REWARD_EXTRA_TOKENS, REWARD_PAGE_SIZE, Plan, Side, make_plan
+from engine.reader import Reader
+from engine.sampler import SamplingParams
+from engine.weights import load_model
+from rewards.base import Reward
+from rewards.function_reward import FunctionReward, load_function
+from rewards.loading import RewardModel, load_reward_model
+from rewards.model_reward import ModelReward, SelfReward
+from suite.chat import Chat, generator_chat, same_vocabulary
+from suite.models import resolve
+from suite.settings import Settings
+
+if TYPE_CHECKING:
+    from suite.processes import Processes
+
+PAGE_SIZE = {"cpu": 32, "cuda": 64}
+READ_CHUNK_TOKENS = {"cpu": 2048, "cuda": 32768}
+STEPS_BETWEEN_LOOKS = {"cpu": 1, "cuda": 16}
+CPU_KV_BYTES = 250_000_000  # on a CPU speed is the limit, not memory: a few hundred short rows
+CPU_SHARE = 0.25  # of the free memory, where that is less
+LONGEST_TEMPLATE = 512  # tokens that a reward model's template may put around the prompt
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "tokenizers", "safetensors", "numpy")
+
+
+@dataclasses.dataclass(slots=True)
+class Assembly:
+    """What a Generator works with."""
+
+    chat: Chat
+    decoder: Decoder
+    reward: Reward
+    plan: Plan
+    device: torch.device
+    chunks: list[memory.Chunk]
+
+    def reset_counters(self) -> None:
+        """Counters are of one prompt."""
+        self.decoder.forget_prompt()
+        self.reward.reset_counter()
+        for chunk in self.chunks:
+            chunk.num_splits = 0
+
+    def measured(self) -> dict[str, Any]:
+        """What the prompt's object records of the machine."""
+        return {
+            "peak_memory_bytes": memory.peak_bytes(self.device),
+            "out_of_memory_splits": sum(chunk.num_splits for chunk in self.chunks),
+            "plan": dataclasses.asdict(self.plan),
+            "versions": versions(),
+            "device": device_name(self.device),
+        }
+
+
+def assemble(settings: Settings, processes: Processes) -> Assembly:
+    """Load, plan and allocate. Raises ValueError with the reason and the remedy."""
+    device = processes.device
+    dtype = DTYPES[settings.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
+    places = settings.model_dir, settings.local_files_only
+    source = resolve(settings.llm_name, *places, role="generator")
+    folder = source.ready()
+    chat = generator_chat(folder, source.name, settings.prompt_template)
+    model, _ = load_model(folder, dtype, device)
+    judge = _load_judge(settings, dtype, device)
+    ops = make_ops(device, dtype)
+    plan = _plan(settings, model, _reward_side(settings, chat, model, judge), device)
+    if processes.is_main:
+        print(describe(plan, model), flush=True)
+    decoder = _decoder(settings, model, ops, plan, chat)
+    reward, reader = _reward(settings, chat, decoder, judge, plan, ops)
+    chunks = [decoder.chunk] + ([reader.chunk] if reader else [])
+    return Assembly(chat, decoder, reward, plan, device, chunks)
+
+
+def make_ops(device: torch.device, dtype: torch.dtype) -> Ops:
+    """The fastest backend for the device."""
+    return TorchOps()
+
+
+def _load_judge(
+    settings: Settings, dtype: torch.dtype, device: torch.device
+) -> RewardModel | str | None:
+    """The reward model, a function's name, or None where the generator rewards itself."""
+    if settings.self_reward:
+        return None
+    source = resolve(
+        settings.reward_model_name, settings.model_dir, settings.local_files_only, role="reward"
+    )
+    if source.kind == "function":
+        return source.name
+    return load_reward_model(source, dtype, device)
+
+
+def _reward_side(
+    settings: Settings, chat: Chat, model: Transformer, judge: RewardModel | str | None
+) -> tuple[Transformer, int] | None:
+    """The model that the reward reads with and its longest prompt; None for a function."""
+    bound = min(settings.max_tokens, model.config.max_positions)
+    if isinstance(judge, str):
+        return None
+    if judge is None:
+        return model, bound
+    same = same_vocabulary(chat.tokenizer, judge.chat.tokenizer)
+    longest = (bound if same else 2 * bound) + LONGEST_TEMPLATE
+    return judge.backbone, min(judge.backbone.config.max_positions, longest)
+
+
+def _plan(
+    settings: Settings,
+    model: Transformer,
+    judge: tuple[Transformer, int] | None,
+    device: torch.device,
+) -> Plan:
+    """The cut of the memory that is left after the weights and the prompts' buffers."""
+    value_bytes = torch.finfo(model.dtype).bits // 8
+    bound = min(settings.max_tokens, model.config.max_positions)
+    generator = Side(model.config, value_bytes, bound)
+    reward = Side(judge[0].config, value_bytes, judge[1]) if judge else None
+    weights = model.weight_bytes
+    if judge and judge[0] is not model:
+        weights += judge[0].weight_bytes
+    prompts = generator.prompt_bytes + (reward.prompt_bytes if reward else 0)
+    plan = make_plan(
+        _budget_bytes(settings, device, prompts),
+        generator,
+        reward,
+        page_size=PAGE_SIZE[device.type],
+        max_answer_tokens=min(settings.max_gen_tokens, bound - 1),
+        max_rows=_max_rows(settings),
+        alpha=settings.alpha if settings.speculative_rejection else None,
+        reward_cache=settings.reward_cache,
+    )
+    return dataclasses.replace(
+        plan,
+        weight_bytes=weights,
+        predicted_peak_bytes=weights + plan.generator_kv_bytes + plan.reward_kv_bytes,
+    )
+
+
+def _max_rows(settings: Settings) -> int | None:
+    if not settings.speculative_rejection:
+        return settings.batch_size
+    return settings.init_batch_size or settings.max_batch_size
+
+
+def _budget_bytes(settings: Settings, device: torch.device, prompt_bytes: int) -> int:
+    """Bytes for answers' KV: what the user said, or what is left after all else."""
+    if settings.kv_cache_gb is not None:
+        return int(settings.kv_cache_gb * 1e9)
+    free = memory.free_bytes(device)
+    if device.type == "cpu":
+        return min(CPU_KV_BYTES, int(free * CPU_SHARE))
+    free -= prompt_bytes
+    return int(free - (1 - settings.gpu_memory_utilization) * memory.total_bytes(device))
+
+
+def _decoder(settings: Settings, model: Transformer, ops: Ops, plan: Plan, chat: Chat) -> Decoder:
+    bound = min(settings.max_tokens, model.config.max_positions)
+    cache = PagedKV(
+        model.config,
+        num_pages=plan.pages,
+        page_size=plan.page_size,
+        max_rows=_padded(plan.max_rows),
+        max_row_tokens=plan.max_answer_tokens,
+        max_prompt=bound,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    return Decoder(
+        model,
+        ops,
+        cache,
+        SamplingParams(settings.temperature, settings.top_k, settings.top_p),
+        chat.stop_ids,
+        max_rows=plan.max_rows,
+        look_every=STEPS_BETWEEN_LOOKS[model.device.type],
+        ignore_stop=settings.ignore_stop,
+    )
+
+
+def _reward(
+    settings: Settings,
+    chat: Chat,
+    decoder: Decoder,
+    judge: RewardModel | str | None,
+    plan: Plan,
+    ops: Ops,
+) -> tuple[Reward, Reader | None]:
+    """The reward over its reader (None for a function)."""
+    if isinstance(judge, str):
+        function = load_function(judge)
+        return FunctionReward(judge, function, chat.decode, settings.reward_timeout), None
+    if judge is None:
+        reader = _reader(decoder.model, ops, plan, same_text=True)
+        return SelfReward(reader, chat.prompt_ids), reader
+    same = same_vocabulary(chat.tokenizer, judge.chat.tokenizer)
+    reader = _reader(judge.backbone, ops, plan, same_text=same)
+    decode = None if same else chat.decode
+    return ModelReward(reader, judge.head, judge.chat, decode), reader
+
+
+def _reader(model: Transformer, ops: Ops, plan: Plan, *, same_text: bool) -> Reader:
+    """A reader with its part of the plan; another tokenizer may need twice the tokens."""
+    stretch = 1 if same_text else 2
+    bound = plan.max_answer_tokens * stretch + REWARD_EXTRA_TOKENS
+    cache = PagedKV(
+        model.config,
+        num_pages=plan.reward_pages,
+        page_size=REWARD_PAGE_SIZE,
+        max_rows=plan.max_rows if plan.keep_reward_cache else 0,
+        max_row_tokens=bound,
+        max_prompt=plan.reward_max_prompt,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    chunk = READ_CHUNK_TOKENS[model.device.type]
+    return Reader(model, ops, cache, keep=plan.keep_reward_cache, chunk_tokens=chunk)
+
+
+def _padded(rows: int) -> int:
+    from engine.decoder import padded
+
+    return padded(rows)
+
+
+def describe(plan: Plan, model: Transformer) -> str:
+    """The plan in words, printed before the first prompt."""
+    lines = [
+        f"plan: weights {plan.weight_bytes / 1e9:.2f} GB, KV budget {plan.budget_bytes / 1e9:.2f} "
+        f"GB = {plan.pages} pages of {plan.page_size} tokens",
+        f"plan: at most {plan.max_rows} rows; {plan.rows_for(plan.max_answer_tokens)} fit at "
+        f"{plan.max_answer_tokens} answer tokens",
+    ]
+    if plan.reward_params:
+        kept = "kept" if plan.keep_reward_cache else "not kept"
+        lines.append(f"plan: the reward model's cache is {kept} between rounds ({plan.why})")
+    return "\n".join(lines)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computed the numbers."""
+    found = {"python": platform.python_version()}
+    for package in RECORDED_PACKAGES:
+        found[package] = importlib.metadata.version(package)
+    return found
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu ({platform.machine()}, {torch.get_num_threads()} threads)"
