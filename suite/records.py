@@ -16,7 +16,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -123,7 +123,8 @@ class RunFolder:
 
     def finished(self, prompts: Sequence[Prompt]) -> set[int]:
         """The JSON_idx of the prompts that are done; FolderRefused for another run's folder."""
-        notes = {note.file: note for note in self._read_notes()}
+        lines = self._read_notes()
+        notes = {note.file: note for note in lines if note is not None}
         by_name = {self.path(p.json_idx).name: p for p in prompts}
         done: set[int] = set()
         kept: list[Note] = []
@@ -140,7 +141,7 @@ class RunFolder:
                 kept.append(note)
                 if prompt is not None:
                     done.add(prompt.json_idx)
-        if fresh or len(kept) != len(notes):
+        if fresh or len(kept) != len(lines):
             self._rewrite_notes(kept)
         return done
 
@@ -242,11 +243,16 @@ class RunFolder:
 
     # ---- the list of finished files ----------------------------------------------------------
 
-    def _read_notes(self) -> Iterator[Note]:
+    def _read_notes(self) -> list[Note | None]:
+        """A note for each line of the lists, None for a line that a crash cut short."""
+        notes: list[Note | None] = []
         for path in sorted(self.folder.glob(".finished.*.jsonl")):
-            for line in json_lines(path):
-                with suppress(TypeError):
-                    yield Note(**line)
+            for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
+                try:
+                    notes.append(Note(**json.loads(line)))
+                except (ValueError, TypeError):
+                    notes.append(None)
+        return notes
 
     def _append_note(self, note: Note) -> None:
         """NOTE: a note that a crash cut short is not read, and its file is then parsed instead."""
