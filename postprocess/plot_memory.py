@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,35 +21,60 @@ if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from postprocess import pictures
-from postprocess.reading import BadFile, load_objects, shown
+from postprocess.reading import BadFile, finite, load_objects, shown
 from postprocess.rounds import Round, rounds_of
 from postprocess.runs import EXIT_OK, EXIT_WRONG, LOG, Refused, Run, guarded, load_runs, parser
 
 GIB = 2**30
 
 
-def teeth(
-    rounds: Sequence[Round], last_length: int
-) -> tuple[list[tuple[float, float, float]], int]:
-    """Corners (length, rows, KV bytes) of the saw-tooth, and how many of them are measured.
+@dataclass(frozen=True, slots=True)
+class Teeth:
+    """Corners (length, rows, KV bytes); those from `measured` on are worked out."""
 
-    A rejection has two corners at one length, before and after; after it, the kept rows' share.
+    corners: list[tuple[float, float, float]]
+    measured: int
+
+
+def teeth(item: dict[str, Any], rounds: Sequence[Round]) -> Teeth:
+    """A rejection has two corners at one length, before and after it.
+
+    Rows at the start are all candidates there are; rows after a rejection are the live ones less
+    those of them that `rejected` names; their bytes are their share of what was in use.
     """
-    corners: list[tuple[float, float, float]] = [(0, rounds[0].rows, 0)]
-    a_token = 0.0
+    rejected = rejected_by_round(item)
+    corners: list[tuple[float, float, float]] = [(0, rows_at_start(item, rounds[0]), 0)]
     for position, current in enumerate(rounds):
-        alive = current.num_scored or current.rows
-        corners.append((current.stop_length, alive, current.kv_bytes))
-        if alive and current.stop_length:
-            a_token = current.kv_bytes / alive / current.stop_length
-        later = rounds[position + 1 :]
-        rows = later[0].rows if later else min(current.kept, alive)
-        corners.append((current.stop_length, rows, rows * current.stop_length * a_token))
+        corners.append((current.stop_length, current.rows, current.kv_bytes))
+        cut = rejected.get(position)
+        live = current.rows if cut is None else len(current.scores.keys() - cut)
+        rows = min(current.kept, live)
+        share = rows / current.rows if current.rows else 0.0
+        corners.append((current.stop_length, rows, current.kv_bytes * share))
     measured = len(corners)
-    length, rows, _ = corners[-1]
-    if rows and last_length > length:
-        corners.append((last_length, rows, rows * last_length * a_token))
-    return corners, measured
+    length, rows, used = corners[-1]
+    last = longest_answer(item)
+    if rows and last > length > 0:
+        corners.append((last, rows, used * last / length))
+    return Teeth(corners, measured)
+
+
+def rejected_by_round(item: dict[str, Any]) -> dict[int, set[int]]:
+    """Candidates cut in each round; empty where the file does not list them."""
+    cut: dict[int, set[int]] = {}
+    listed = item.get("rejected")
+    for entry in listed if isinstance(listed, list) else []:
+        if isinstance(entry, dict) and all(
+            type(entry.get(k)) is int for k in ("round", "candidate")
+        ):
+            cut.setdefault(entry["round"], set()).add(entry["candidate"])
+    return cut
+
+
+def rows_at_start(item: dict[str, Any], first: Round) -> int:
+    """Every candidate ends as completed, rejected or failed."""
+    ends = [item.get(key) for key in ("trajectories", "rejected", "failed_rows")]
+    return max(first.rows, sum(len(end) for end in ends if isinstance(end, list)))
 
 
 def longest_answer(item: dict[str, Any]) -> int:
@@ -66,8 +92,8 @@ def find_prompt(run: Run, wanted: int | None) -> tuple[int, dict[str, Any], list
                 rounds = rounds_of(item)
             except ValueError as error:
                 raise BadFile(f"{shown(run.prompts[idx].path.name)}: {error}") from error
-            if rounds:
-                return idx, item, rounds
+            if rejections := [r for r in rounds if not r.final and r.rows]:
+                return idx, item, rejections
     return None
 
 
@@ -75,7 +101,8 @@ def draw(
     run: Run, idx: int, item: dict[str, Any], rounds: list[Round], args: argparse.Namespace
 ) -> list[Path]:
     plt = pictures.start(args.show)
-    corners, measured = teeth(rounds, longest_answer(item))
+    found = teeth(item, rounds)
+    corners, measured = found.corners, found.measured
     lengths, rows, used = (list(column) for column in zip(*corners, strict=True))
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 5.2), sharex=True)
     parts = [(slice(0, measured), "-"), (slice(measured - 1, None), "--")]
@@ -84,17 +111,21 @@ def draw(
         bottom.plot(lengths[part], [b / GIB for b in used[part]], style, color=pictures.CYCLE[1])
     top.set_yscale("log")
     top.set_ylabel("rows")
-    before = [r.num_scored or r.rows for r in rounds]
-    for current, alive in zip(rounds, before, strict=True):
-        top.annotate(
-            f"{alive}", (current.stop_length, alive), (3, 3), textcoords="offset points", fontsize=8
-        )
+    for current in rounds:
+        spot = (current.stop_length, current.rows)
+        top.annotate(f"{current.rows}", spot, (3, 3), textcoords="offset points", fontsize=8)
+    plan = item.get("plan")
+    room = finite(plan.get("generator_kv_bytes")) if isinstance(plan, dict) else None
+    if room:
+        label = "room in the plan"
+        bottom.axhline(room / GIB, color="black", linewidth=0.8, linestyle=":", label=label)
     reward = [r.reward_kv_bytes for r in rounds]
     if any(reward):
         spots = [r.stop_length for r in rounds]
         label = "reward model's cache at the rejections"
         bottom.plot(spots, [b / GIB for b in reward], "^", color=pictures.CYCLE[2], label=label)
-        bottom.legend(frameon=False)
+    if room or any(reward):
+        bottom.legend(frameon=False, loc="lower right")
     bottom.set_ylabel("generator's KV cache, GiB")
     bottom.set_xlabel("answer length, tokens")
     bottom.set_ylim(bottom=0)
@@ -106,7 +137,7 @@ def draw(
 
 
 def work(args: argparse.Namespace) -> int:
-        drawn, code = 0, EXIT_OK
+    drawn, code = 0, EXIT_OK
     done: set[tuple[str, str]] = set()
     for run in load_runs(args.places):
         if (run.pair, run.method.name) in done:

@@ -76,7 +76,7 @@ def collect(runs: Iterable[Run]) -> dict[int, Bin]:
                     for answer in answers_of([item])
                     if "candidate" in item["trajectories"][0]
                 }
-                for current in rounds:
+                for current in (r for r in rounds if not r.final):
                     _add(bins, idx, current.stop_length, current.scores, final)
     return bins
 

@@ -9,6 +9,7 @@ from finite numbers alone. Nothing here writes or prints.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import stat
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from suite.settings import NOT_FOR_SAMENESS
+from suite.settings import NOT_FOR_SAMENESS, Settings
 
 # Best-of-3840 with long answers is some 120 MB; anything far above is not ours, and parsing takes
 # about ten times the file's size in memory.
@@ -30,16 +31,10 @@ MAX_NAME_CHARS = 1000  # a name may be a path
 MAX_SCORE = 1e100
 MAX_SECONDS = 1e12
 
-# What a run measured or was told for bookkeeping. All other scalar fields of an object are
-# settings.
-NOT_SETTINGS = frozenset(
-    [
-        *("output_folder", "seed", "process_seed", "process_rank", "prompt", "trajectories"),
-        *("elapsed_sec", "clock", "rejected", "failed_rows", "rounds", "tokens_generated"),
-        *("tokens_scored", "peak_memory_bytes", "plan", "versions", "device", "skipped"),
-        "merged_from",
-    ]
-)
+# The arguments that a file may hold. Everything else in an object is a measurement or the prompt.
+SETTINGS = frozenset({field.name for field in dataclasses.fields(Settings)} | {"num_processes"})
+# Told apart by their own fields: merged runs differ in these by design.
+NOT_COMPARED = NOT_FOR_SAMENESS | {"seed"}
 
 
 class BadFile(ValueError):
@@ -254,18 +249,14 @@ def process_seed(item: dict[str, Any], rank: int) -> int | None:
 
 
 def settings_of(item: dict[str, Any]) -> dict[str, Any]:
-    """What makes two runs comparable: the scalar fields that are no seed and no measurement."""
-    return {
-        key: value
-        for key, value in item.items()
-        if key not in NOT_SETTINGS and (value is None or isinstance(value, str | int | float))
-    }
+    """The arguments by name, as far as the object holds them."""
+    return {key: value for key, value in item.items() if key in SETTINGS}
 
 
 def differences(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
     """`name (a against b)` for every setting that differs and matters; a missing one is None."""
     names = [key for key in {**left, **right} if left.get(key) != right.get(key)]
-    names = [key for key in names if key not in NOT_FOR_SAMENESS]
+    names = [key for key in names if key not in NOT_COMPARED]
     return [f"{shown(k)} ({shown(left.get(k))} against {shown(right.get(k))})" for k in names]
 
 

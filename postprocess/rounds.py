@@ -10,16 +10,18 @@ from postprocess.reading import finite, shown
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One rejection: `rows` went in, those in `scores` (candidate -> partial score) were alive at
-    `stop_length`, `kept` of the pool went on."""
+    """One round of scoring: `rows` live candidates at `stop_length`, `kept` of the pool went on.
+
+    `scores` is candidate -> partial score. The last round (`final`) scores finished texts.
+    """
 
     rows: int
     stop_length: int
     scores: dict[int, float]
-    num_scored: int
     kept: int
     kv_bytes: int
     reward_kv_bytes: int
+    final: bool
 
 
 def rounds_of(item: dict[str, Any]) -> list[Round]:
@@ -45,10 +47,10 @@ def _round(entry: dict[str, Any], position: int) -> Round:
         rows=_count(entry, "rows", position),
         stop_length=_count(entry, "stop_length", position),
         scores=found,
-        num_scored=len(candidates),
         kept=len(kept) if isinstance(kept, list) else _count(entry, "kept", position),
         kv_bytes=_count(entry, "kv_bytes", position),
         reward_kv_bytes=_count(entry, "reward_kv_bytes", position),
+        final=entry.get("cutoff") is None,
     )
 
 

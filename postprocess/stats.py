@@ -199,7 +199,7 @@ def choose_weights(runs: Sequence[Run]) -> Weights:
         (result.generator_params, result.reward_params)
         for run in runs
         for result in run.prompts.values()
-        if result.generator_params and result.reward_params
+        if result.generator_params and result.reward_params is not None
     }
     if len(named) > 1:
         LOG.warning(

@@ -192,7 +192,11 @@ def make_job(args: argparse.Namespace, compare: Rows, reference: Rows) -> dict[s
     if args.judge == "reward":
         from postprocess.reward_judge import score_answers
 
-        made = preferences(compare, reference, score_answers(compare + reference, args))
+        made = preferences(
+            compare,
+            reference,
+            score_answers(compare + reference, args.reward_model_name, args.model_dir),
+        )
         name = args.reward_model_name.rstrip("/").rpartition("/")[2]
         return {"annotator": f"reward-model-{name}", "preferences": made}
     model = args.judge_model or judging.OPENAI_MODEL
