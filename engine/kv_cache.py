@@ -123,12 +123,45 @@ class PagedKV:
         self.lengths = new_lengths
 
     def truncate(self, new_lengths: np.ndarray) -> None:
-        """Shorten rows; pages past the new ends are freed."""
+        """Shorten rows; pages past the new ends are freed.
+
+        A row whose last page is partly filled and shared gets a copy of it, since it will write
+        there; without a free page it is cut back to the page's start. See `lengths` afterwards.
+        """
         have, want = self.pages_of(self.lengths), self.pages_of(np.asarray(new_lengths))
         for column in range(int(want.min(initial=0)), int(have.max(initial=0))):
             rows = np.flatnonzero((want <= column) & (column < have))
             self._release(self._table[rows, column])
         self.lengths = np.asarray(new_lengths, dtype=np.int64).copy()
+        self._part_last_pages()
+
+    def _part_last_pages(self) -> None:
+        """Nobody shares a page that is still written to; the first of its owners keeps it."""
+        partial = np.flatnonzero(self.lengths % self.page_size)
+        columns = self.lengths[partial] // self.page_size
+        pages = self._table[partial, columns]
+        is_first = np.zeros(len(pages), dtype=bool)
+        is_first[np.unique(pages, return_index=True)[1]] = True
+        # A page may also be another row's whole page: then even its first partial owner moves.
+        whole = self._owned(np.arange(self.num_rows), self.lengths // self.page_size)
+        moving = partial[~is_first | np.isin(pages, whole)]
+        fits = moving[: self._num_free]
+        if len(fits):
+            columns = self.lengths[fits] // self.page_size
+            sources = self._table[fits, columns].copy()
+            self._table[fits, columns] = self._copies(sources)
+            self._release(sources)
+            self._upload(int(columns.min()), int(columns.max()) + 1)
+        stuck = moving[len(fits) :]
+        if len(stuck):
+            columns = self.lengths[stuck] // self.page_size
+            self._release(self._table[stuck, columns])
+            self.lengths[stuck] = columns * self.page_size
+
+    def free_pages_keeping(self, rows: np.ndarray) -> int:
+        """Pages that would be free if only these rows stayed."""
+        owned = self._owned(rows, self.pages_of(self.lengths[rows]))
+        return self.num_pages - len(np.unique(owned))
 
     def select(self, rows: Sequence[int]) -> None:
         """Make row i of the new batch the old row `rows[i]`: drops, reorders and forks at once.
@@ -167,12 +200,16 @@ class PagedKV:
             return
         columns = self.lengths[partial] // self.page_size
         sources = self._table[partial, columns].copy()
-        targets = self._take(len(partial))
-        self._table[partial, columns] = targets
+        self._table[partial, columns] = self._copies(sources)
+
+    def _copies(self, sources: np.ndarray) -> np.ndarray:
+        """New pages with the content of these."""
+        targets = self._take(len(sources))
         source_index = torch.from_numpy(sources).to(self.k.device, torch.int64)
         target_index = torch.from_numpy(targets).to(self.k.device, torch.int64)
         for pool in (*self.k, *self.v):  # a layer at a time: the copies' workspace stays small
             pool[target_index] = pool[source_index]
+        return targets
 
     def _owned(self, rows: np.ndarray, num_pages: np.ndarray) -> np.ndarray:
         """The first `num_pages[i]` pages of each of `rows`, in one flat array."""

@@ -110,8 +110,13 @@ class Reader:
             self._ids = {key: self._ids[key] for key in self._rows}
 
     def fork(self, parents: Sequence[Key], children: Sequence[Key]) -> None:
-        """What is cached of each parent is shared with its child from here on."""
+        """What is cached of each parent is shared with its child from here on.
+
+        Children that the cache has no room for are read from their start later.
+        """
         known = [(p, c) for p, c in zip(parents, children, strict=True) if p in self._ids]
+        room = min(self.cache.num_free_pages, len(self.cache.table) - len(self._rows))
+        known = known[:room]
         if not known:
             return
         row_of = {key: row for row, key in enumerate(self._rows)}
@@ -146,6 +151,10 @@ class Reader:
         past = {item.key: item.past for item in items}
         lengths = zip(self._rows, self.cache.lengths, strict=True)
         self.cache.truncate(np.asarray([past.get(key, n) for key, n in lengths], dtype=np.int64))
+        for key, length in zip(self._rows, self.cache.lengths.tolist(), strict=True):
+            self._ids[key] = self._ids[key][:length]
+        for item in items:
+            item.past = len(self._ids.get(item.key, ()))
         loose = self._without_room(items)
         if loose:
             logger.info("reward cache full: %d candidates are read from their start", len(loose))
