@@ -44,7 +44,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--valid", type=Path, help="pairs that only the final report sees")
     add("--out", type=Path, required=True, help="folder for the adapter, its config and checkpoint")
     add("--model", default=backbone.EMBEDDED_MODEL, help="model folder, GGUF file or embedded name")
-    add("--base_name", help="the model's name in config.json (default: the name of --model)")
+    add("--base_name", help="the base model in config.json (default: --model as given)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--max_batch_tokens", type=int, default=32768, help="padded tokens of one forward pass")
     add("--checkpoint_steps", type=int, default=100)
@@ -150,7 +150,7 @@ def train(
         "history": progress.history,
         "elapsed_sec": round(time.monotonic() - begin, 1),
     }
-    name = args.base_name or (args.model if args.model == backbone.EMBEDDED_MODEL else base.stem)
+    name = args.base_name or args.model
     package.save_package(model, args.out, name, base, facts, recipe, told)
     return model.eval(), told
 

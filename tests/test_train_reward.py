@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
@@ -133,6 +134,22 @@ def test_score_equals_transformers_classifier_with_merged_weights(
     np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-4)
 
 
+def test_peft_loads_the_folder_itself(trained: dict, world: Path) -> None:
+    out = world / "whole"
+    model, facts, config = package.load_package(out, world / "model", CPU)
+    rows = pairs.sequences(_pairs_of(world, facts)[:4], facts)
+    base = AutoModelForSequenceClassification.from_pretrained(
+        world / "model", num_labels=1, pad_token_id=config["pad_token_id"]
+    )
+    base.score.load_state_dict({"weight": load_file(out / package.WEIGHTS)["score.weight"]})
+    theirs = PeftModel.from_pretrained(base, str(out)).eval()
+    ids, _ = backbone.collate(rows, facts.pad_id, CPU)
+    with torch.no_grad():
+        logits = theirs(input_ids=ids, attention_mask=(ids != facts.pad_id).long()).logits[:, 0]
+    ours = backbone.score_rows(model, rows, facts.pad_id, 4096)
+    np.testing.assert_allclose(ours, logits.numpy(), atol=1e-4)
+
+
 def test_scores_do_not_depend_on_batching(trained: dict, world: Path) -> None:
     model, facts, _ = package.load_package(world / "whole", world / "model", CPU)
     rows = pairs.sequences(_pairs_of(world, facts)[:10], facts)
@@ -250,7 +267,7 @@ def test_report_counts_length_bias_by_hand() -> None:
         pairs.Pair(ids, ids, ids, str(i), "s", "ai", c, r)
         for i, (c, r) in enumerate([(9, 5), (9, 5), (5, 9), (7, 7)])
     ]
-    found = evaluation.report(np.array([[1.0, 0], [0, 1], [0, 1], [1, 1]]), made)
+    found = evaluation.report(np.array([[-1.0, -2], [0, 1], [2, 3], [1, 1]]), made)
     assert found["overall"]["accuracy"] == (1 + 0 + 0 + 0.5) / 4
     assert found["chosen is longer"]["accuracy"] == 0.5
     assert found["chosen is shorter"]["accuracy"] == 0.0

@@ -100,8 +100,11 @@ def load_backbone(path: Path, facts: Facts, dtype: torch.dtype) -> nn.Module:
     return model.eval()
 
 
-def lora_config(rank: int, alpha: float, dropout: float = 0.0) -> LoraConfig:
+def lora_config(
+    rank: int, alpha: float, dropout: float = 0.0, base_name: str | None = None
+) -> LoraConfig:
     return LoraConfig(
+        base_model_name_or_path=base_name,
         task_type=TaskType.FEATURE_EXTRACTION,  # the head is trained and saved by us, in float32
         r=rank,
         lora_alpha=alpha,

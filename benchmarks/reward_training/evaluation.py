@@ -122,8 +122,8 @@ def report(scores: np.ndarray, pairs: Sequence[Pair]) -> dict[str, Any]:
     groups = [p.group for p in pairs]
     lengths = np.asarray([[p.chosen_chars, p.rejected_chars] for p in pairs])
     longer = outcomes(lengths)
-    prefers_longer = outcomes(scores * np.sign(lengths - lengths[:, ::-1]))
     uneven = longer != 0.5
+    prefers_longer = np.where(longer == 1, hits, 1 - hits)[uneven]
     return {
         "overall": {**accuracy(hits), "prompt_bootstrap": prompt_bootstrap(hits, groups)},
         "lead over length": {
@@ -134,7 +134,7 @@ def report(scores: np.ndarray, pairs: Sequence[Pair]) -> dict[str, Any]:
         "source": _by(hits, pairs, lambda p: p.source),
         "chosen is longer": accuracy(hits[longer == 1]),
         "chosen is shorter": accuracy(hits[longer == 0]),
-        "share where the longer answer scores higher": float(prefers_longer[uneven].mean()),
+        "share where the longer answer scores higher": float(prefers_longer.mean()),
         "score": {"mean": float(scores.mean()), "std": float(scores.std())},
     }
 

@@ -23,6 +23,7 @@ from benchmarks.reward_training.backbone import (
     TARGET_MODULES,
     RewardModel,
     load_backbone,
+    lora_config,
 )
 from benchmarks.reward_training.pairs import Facts
 from benchmarks.reward_training.training import Recipe
@@ -57,6 +58,16 @@ def save_package(
         package_config(model, base_name, base_file, facts, recipe, training), indent=2
     )
     (folder / CONFIG).write_text(text + "\n")
+    _save_peft_config(folder, recipe, base_name)
+
+
+def _save_peft_config(folder: Path, recipe: Recipe, base_name: str) -> None:
+    """`adapter_config.json` as `PeftModel.from_pretrained` reads it, the same for every run."""
+    lora_config(recipe.rank, recipe.lora_alpha, base_name=base_name).save_pretrained(str(folder))
+    path = folder / "adapter_config.json"
+    content = json.loads(path.read_text())
+    content["target_modules"] = sorted(content["target_modules"])  # peft keeps a set
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def package_config(
