@@ -51,6 +51,13 @@ class ModelConfig:
     qk_norm: bool = False
 
     def __post_init__(self) -> None:
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
+        for name in (*sizes, "num_kv_heads", "head_dim", "max_positions"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise UnsupportedModel(f"config.json: {name} must be a whole number, got {value!r}")
+        if self.head_dim % 2:
+            raise UnsupportedModel(f"head_dim must be even to be rotated, got {self.head_dim}")
         if self.num_heads % self.num_kv_heads:
             raise UnsupportedModel(
                 f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads "
@@ -90,6 +97,13 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, raw: dict) -> ModelConfig:
         """Build from a config.json's content (transformers 4 and 5 layouts)."""
+        try:
+            return cls._from_dict(raw)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UnsupportedModel(f"config.json lacks or misstates a size: {error}") from error
+
+    @classmethod
+    def _from_dict(cls, raw: dict) -> ModelConfig:
         architecture = raw.get("model_type")
         if architecture not in ARCHITECTURES:
             raise UnsupportedModel(
@@ -157,6 +171,9 @@ def _max_positions(raw: dict) -> int:
 
 def _rope(raw: dict) -> RopeConfig:
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    part = scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    if part != 1.0:
+        raise UnsupportedModel(f"partial_rotary_factor {part} is not supported; only 1 is")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ROPE_KINDS:
         raise UnsupportedModel(

@@ -57,17 +57,18 @@ class Transformer:
 
     @property
     def weight_bytes(self) -> int:
-        tensors = {id(t): t for t in (self.embed, self.lm_head, *self._layer_tensors())}
+        tensors = {id(t): t for t in self._tensors()}
         return sum(t.numel() * t.element_size() for t in tensors.values())
 
-    def _layer_tensors(self) -> list[torch.Tensor]:
+    def _tensors(self) -> list[torch.Tensor]:
         values = (getattr(layer, name) for layer in self.layers for name in Layer.__slots__)
-        return [tensor for tensor in values if tensor is not None]
+        layers = [tensor for tensor in values if tensor is not None]
+        return [self.embed, self.lm_head, self.norm, *layers]
 
     def randomise(self, seed: int, scale: float = 0.02) -> Transformer:
         """Fill with random weights (benchmarks and shape tests only). Returns self."""
         generator = torch.Generator(self.device).manual_seed(seed)
-        for tensor in (self.embed, self.lm_head, self.norm, *self._layer_tensors()):
+        for tensor in self._tensors():
             if tensor.dim() == 1:
                 tensor.fill_(1.0)
             else:

@@ -82,7 +82,7 @@ def weight_files(folder: Path) -> list[Path]:
         try:
             shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             names = sorted(set(shards.values()))
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadWeights(f"{index}: not a weight index ({error!r})") from error
         absent = [n for n in names if Path(n).name != n or not (folder / n).is_file()]
         if absent:
