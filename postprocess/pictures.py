@@ -27,6 +27,9 @@ NAMES = {"Bo": "Best-of-N", "SpR": "Speculative Rejection", "SpRF": "with refill
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")
 
 
+PARTS = (1, 1.125, 1.25, 1.5, 1.75)  # of an octave, for narrow axes
+
+
 def start(show: bool):
     """pyplot, on a display only when --show asks for it."""
     import matplotlib
@@ -79,7 +82,9 @@ def log_axis(axes: Axes, values: Sequence[float]) -> None:
     first, last = math.floor(math.log2(low / pad)), math.ceil(math.log2(high * pad))
     step = max(1, math.ceil((last - first) / 8))
     ticks = [2.0**power for power in range(first, last + 1, step)]
-    axes.set_xticks(ticks, [f"{tick:.0f}" if tick >= 1 else f"{tick:.3g}" for tick in ticks])
+    if sum(low / pad <= tick <= high * pad for tick in ticks) < 3:
+        ticks = sorted(2.0**power * part for power in range(first, last) for part in PARTS)
+    axes.set_xticks(ticks, [f"{tick:.4g}" for tick in ticks])
     axes.minorticks_off()
     axes.set_xlim(low / pad, high * pad)  # last: ticks widen the limits
 

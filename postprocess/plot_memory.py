@@ -25,7 +25,7 @@ from postprocess.reading import BadFile, finite, load_objects, shown
 from postprocess.rounds import Round, rounds_of
 from postprocess.runs import EXIT_OK, EXIT_WRONG, LOG, Refused, Run, guarded, load_runs, parser
 
-GIB = 2**30
+UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +101,22 @@ def draw(
     run: Run, idx: int, item: dict[str, Any], rounds: list[Round], args: argparse.Namespace
 ) -> list[Path]:
     plt = pictures.start(args.show)
+    from matplotlib.ticker import LogLocator, NullLocator
+
     found = teeth(item, rounds)
     corners, measured = found.corners, found.measured
     lengths, rows, used = (list(column) for column in zip(*corners, strict=True))
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 5.2), sharex=True)
+    unit = next((name for name, size in UNITS.items() if max(used) >= size), "KiB")
+    size = UNITS[unit]
     parts = [(slice(0, measured), "-"), (slice(measured - 1, None), "--")]
     for part, style in parts:
         top.plot(lengths[part], rows[part], style, color=pictures.CYCLE[0])
-        bottom.plot(lengths[part], [b / GIB for b in used[part]], style, color=pictures.CYCLE[1])
+        bottom.plot(lengths[part], [b / size for b in used[part]], style, color=pictures.CYCLE[1])
     top.set_yscale("log")
+    top.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    top.yaxis.set_major_formatter(lambda value, _: f"{value:.0f}")
+    top.yaxis.set_minor_locator(NullLocator())
     top.set_ylabel("rows")
     for current in rounds:
         spot = (current.stop_length, current.rows)
@@ -117,16 +124,16 @@ def draw(
     plan = item.get("plan")
     room = finite(plan.get("generator_kv_bytes")) if isinstance(plan, dict) else None
     if room:
-        label = "room in the plan"
-        bottom.axhline(room / GIB, color="black", linewidth=0.8, linestyle=":", label=label)
+        label = "room in the plan (with the prompt)"
+        bottom.axhline(room / size, color="black", linewidth=0.8, linestyle=":", label=label)
     reward = [r.reward_kv_bytes for r in rounds]
     if any(reward):
         spots = [r.stop_length for r in rounds]
         label = "reward model's cache at the rejections"
-        bottom.plot(spots, [b / GIB for b in reward], "^", color=pictures.CYCLE[2], label=label)
+        bottom.plot(spots, [b / size for b in reward], "^", color=pictures.CYCLE[2], label=label)
     if room or any(reward):
         bottom.legend(frameon=False, loc="lower right")
-    bottom.set_ylabel("generator's KV cache, GiB")
+    bottom.set_ylabel(f"generator's KV cache, {unit}")
     bottom.set_xlabel("answer length, tokens")
     bottom.set_ylim(bottom=0)
     top.set_title(

@@ -2,7 +2,7 @@
 
 From `rounds`: the score that a candidate had when its text was cut off at a stop, against the
 score of its finished text. Spearman within a prompt and process, averaged over prompts; lengths
-are gathered at powers of two. Only candidates that were finished have a final score: under
+are gathered by octaves. Only candidates that were finished have a final score: under
 rejection these are the survivors, which makes the correlation look smaller than it is among all;
 runs that reject nothing (alpha 0, or Best-of-N that logs partial scores) show it whole. Writes
 imgs/partial_<pair>.png, .pdf and .csv and prints the table. Exit codes: 0 drawn; 1 no data; 2 no
@@ -49,10 +49,14 @@ MAX_DOTS = 2000
 class Bin:
     """Everything at about one length."""
 
-    length: int
+    lengths: list[int] = field(default_factory=list)
     by_prompt: dict[int, list[float]] = field(default_factory=dict)
     dots: list[tuple[float, float]] = field(default_factory=list)
     num_pairs: int = 0
+
+    @property
+    def length(self) -> int:
+        return int(np.median(self.lengths))
 
     @property
     def correlations(self) -> np.ndarray:
@@ -91,7 +95,8 @@ def _add(
     rank = spearman(early, late)
     if rank is None:
         return
-    place = bins.setdefault(2 ** round(math.log2(length)), Bin(2 ** round(math.log2(length))))
+    place = bins.setdefault(round(math.log2(length)), Bin())
+    place.lengths.append(length)
     place.by_prompt.setdefault(idx, []).append(rank)
     place.num_pairs += len(both)
     scale = late.std()
@@ -104,24 +109,27 @@ def _add(
 def rows_of(bins: dict[int, Bin]) -> list[list]:
     """length, prompts, pairs, correlation, low, high."""
     rows = []
-    for length, found in sorted(bins.items()):
+    for _, found in sorted(bins.items()):
         low, high = bootstrap(found.correlations) or (None, None)
         mean = float(found.correlations.mean())
-        rows.append([length, len(found.by_prompt), found.num_pairs, mean, low, high])
+        rows.append([found.length, len(found.by_prompt), found.num_pairs, mean, low, high])
     return rows
 
 
 def draw(pair: str, bins: dict[int, Bin], rows: list[list], args: argparse.Namespace) -> list[Path]:
     plt = pictures.start(args.show)
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6))
-    lengths = sorted(bins)
-    chosen = lengths if len(lengths) <= 3 else [lengths[0], lengths[len(lengths) // 2], lengths[-1]]
-    for color, length in zip(pictures.CYCLE, chosen, strict=False):
-        dots = bins[length].dots
+    every = [found for _, found in sorted(bins.items())]
+    lengths = [found.length for found in every]
+    chosen = every if len(every) <= 3 else [every[0], every[len(every) // 2], every[-1]]
+    for color, found in zip(pictures.CYCLE, chosen, strict=False):
+        dots = found.dots
         step = math.ceil(len(dots) / MAX_DOTS)
         x, y = zip(*dots[::step], strict=True)
-        left.plot(x, y, ".", color=color, alpha=0.4, markersize=4, label=f"{length} tokens")
-    early = [x for length in chosen for x, _ in bins[length].dots]
+        left.plot(
+            x, y, ".", color=color, alpha=0.4, markersize=4, label=f"about {found.length} tokens"
+        )
+    early = [x for found in chosen for x, _ in found.dots]
     low, high = np.percentile(early, [0.5, 99.5])
     left.set_xlim(low - 0.5, high + 0.5)  # a few wild early scores would squeeze the rest
     left.set_xlabel("score of the text so far")
@@ -143,7 +151,7 @@ def draw(pair: str, bins: dict[int, Bin], rows: list[list], args: argparse.Names
     )
     right.errorbar(lengths, middle, errors, fmt="o-", color=pictures.CYCLE[0], capsize=3)
     pictures.log_axis(right, lengths)
-    right.set_ylim(min(0, *middle) - 0.05, 1.05)
+    right.set_ylim(min(0, *middle, *(row[4] or 0 for row in rows)) - 0.05, 1.05)
     right.set_xlabel("length of the text so far, tokens")
     right.set_ylabel("rank correlation with the final score")
     right.set_title("mean over prompts, 95 % interval", fontsize=10)
