@@ -128,6 +128,16 @@ def _schedule(text: str) -> str:
     )
 
 
+def _lengths(text: str) -> str:
+    """`16,32,64`: ascending, each once."""
+    if not re.fullmatch(r"[1-9][0-9]{0,8}(,[1-9][0-9]{0,8}){0,63}", text):
+        raise argparse.ArgumentTypeError(
+            f"--log_partial must be lengths in tokens with commas between, got {_short(text)}; "
+            "for instance 16,32,64,128,256"
+        )
+    return ",".join(map(str, sorted({int(part) for part in text.split(",")})))
+
+
 def _short(text: str) -> str:
     return repr(text if len(text) <= 80 else text[:77] + "...")
 
@@ -143,6 +153,11 @@ def _refuse_without_effect(given: dict[str, Any]) -> None:
             "thing (a round keeps 1 - alpha); give one of them"
         )
     if given.get("speculative_rejection"):
+        if "log_partial" in given:
+            raise ValueError(
+                f"--log_partial {given['log_partial']} is for Best-of-N; the rounds of "
+                "--speculative_rejection record their scores anyway, leave it out"
+            )
         return
     for name in NEEDS_REJECTION:
         if name in given:
@@ -166,7 +181,19 @@ def _check_together(settings: Settings) -> None:
             f"--min_tokens must not exceed the longest answer ({longest}), got "
             f"{settings.min_tokens}; no row is rejected before it has that length"
         )
+    if settings.refill and settings.alpha == 0.0:
+        raise ValueError(
+            "--refill fills what a rejection frees, and --alpha 0 rejects nothing, got both; "
+            "raise --alpha or leave --refill out"
+        )
     function = re.fullmatch(r"[\w.]+:[\w.]+", settings.reward_model_name)
+    if function or settings.self_reward:
+        for name in ("log_hidden", "value_head"):
+            if getattr(settings, name):
+                raise ValueError(
+                    f"--{name} reads a reward model's hidden states, which --reward_model_name "
+                    f"{settings.reward_model_name} does not have; leave it out"
+                )
     if settings.reward_timeout is not None and not function:
         raise ValueError(
             f"--reward_timeout {settings.reward_timeout} is for a reward given as module:function, "
@@ -400,7 +427,9 @@ def _add_rejection_flags(parser: argparse.ArgumentParser) -> None:
         "8 is the default",
         "each round drops enough for the rest to grow by this many tokens",
     )
-    rejection.switch("refill", "fill freed memory with forks of the survivors (SpRF)")
+    rejection.switch(
+        "refill", "fill freed memory with forks of the survivors: another method, named SpRF"
+    )
     rejection.path(
         "value_head", "a safetensors file", "rank unfinished answers by this head, not their score"
     )
@@ -434,4 +463,14 @@ def _add_memory_flags(parser: argparse.ArgumentParser) -> None:
         ("auto", "on", "off"),
         "keep the reward model's keys and values between rounds",
     )
-    memory.switch("log_hidden", "store what postprocess/fit_value_head.py needs")
+    memory.switch(
+        "log_hidden",
+        "store the reward model's hidden state of every scored text beside the JSON file, for "
+        "postprocess/fit_value_head.py",
+    )
+    memory.flag(
+        "log_partial",
+        "Best-of-N: also score the first L tokens of every answer, for postprocess/replay.py",
+        type=_lengths,
+        metavar="L,L,...",
+    )

@@ -58,12 +58,12 @@ class FolderLock:
             self._handle = None
 
 
-def write_whole(path: Path, content: str) -> os.stat_result:
+def write_whole(path: Path, content: str | bytes) -> os.stat_result:
     """Writes beside, flushes to the disk, renames, and flushes the folder."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with beside.open("wb") as file:
-            file.write(content.encode("utf-8"))
+            file.write(content if isinstance(content, bytes) else content.encode("utf-8"))
             file.flush()
             os.fsync(file.fileno())
             stat = os.fstat(file.fileno())

@@ -67,6 +67,7 @@ class Settings:
     refill: bool = False
     value_head: str | None = None
     log_hidden: bool = False
+    log_partial: str | None = None
     schedule: str = "memory"
     min_tokens: int = 0
     num_prompts: int | None = None
