@@ -25,6 +25,7 @@ HEADS = (
     "RewardModel",  # the AlpacaFarm pair
 )
 SUPPORTED = {"generator": GENERATORS, "reward": (*CLASSIFIERS, *HEADS, *GENERATORS)}
+ADAPTER_FORMAT = "speculative-rejection-reward-adapter"  # in the config.json of such a folder
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 LARGEST_JSON_BYTES = 64 * 2**20
@@ -45,10 +46,19 @@ def check_folder(folder: Path, role: str) -> str:
     return architecture
 
 
+def is_adapter(folder: Path) -> bool:
+    """A reward that is an adapter and head on another model, in the suite's own format."""
+    try:
+        return read_json(folder / "config.json").get("format") == ADAPTER_FORMAT
+    except NotAModel:
+        return False
+
+
 def check_adapter(folder: Path) -> None:
-    """A reward shipped as an adapter on another model: its files are there and whole."""
-    if not folder.is_dir():
-        raise NotAModel(f"{folder} does not exist; the project's copy is incomplete")
+    """An adapter's files are there and whole; its base model is found by name when it loads."""
+    config = read_json(folder / "config.json")
+    if not isinstance(config.get("base_model"), str):
+        raise NotAModel(f"{folder}/config.json names no base_model; copy the adapter again")
     _check_weights(folder)
 
 

@@ -15,7 +15,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from suite.model_files import NotAModel, check_adapter, check_folder
+from suite.model_files import NotAModel, check_adapter, check_folder, is_adapter
 from suite.settings import PROJECT
 
 Role = Literal["generator", "reward"]
@@ -166,10 +166,10 @@ def _folder(folder: Path, name: str, role: Role) -> ModelSource:
             f"{_flag(role)} {_short(name)} is not a folder; give a model's folder, a hub id, or "
             f"one of: {', '.join(known_names(role))}"
         )
-    if role == "reward" and (folder / "adapter_config.json").is_file():
-        check_adapter(folder)
-        return ModelSource(name, "adapter", "adapter", folder)
     try:
+        if role == "reward" and is_adapter(folder):
+            check_adapter(folder)
+            return ModelSource(name, "adapter", "adapter", folder)
         architecture = check_folder(folder, role)
     except NotAModel as e:
         raise ValueError(f"{_flag(role)} {_short(name)}: {e}") from e
@@ -194,9 +194,7 @@ def _by_table(name: str, local_files_only: bool, role: Role) -> ModelSource:
     if name in EMBEDDED:
         return _embedded(name)
     if role == "reward" and name in SHIPPED_REWARDS:
-        folder = SHIPPED_REWARDS[name]
-        check_adapter(folder)
-        return ModelSource(name, "adapter", "adapter", folder)
+        return _folder(SHIPPED_REWARDS[name], name, role)
     if name in LOCAL_ONLY[role]:
         raise ValueError(
             f"{_flag(role)} {name} is published as a difference to LLaMA 7B only; recover it with "
