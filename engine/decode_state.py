@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from engine.kv_cache import PagedKV
@@ -19,16 +20,19 @@ class DecodeState:
 
     cache: PagedKV
     tokens: torch.Tensor  # [R] int64: sampled, not yet appended
+    next_tokens: torch.Tensor  # [R] int64: what the step under way samples
     candidates: torch.Tensor  # [R] int64: the rows' random streams
-    history: torch.Tensor  # [B, R] int64: tokens sampled since the last look
+    history: torch.Tensor  # [R, B] int64: tokens sampled since the last look
+    done: torch.Tensor  # [R] bool: rows that stopped since the last look
     bad: torch.Tensor  # [R] bool: rows whose logits held no finite value
     prompt_len: torch.Tensor  # [] int32
     length: torch.Tensor  # [] int32
     step: torch.Tensor  # [] int32
-    block_step: torch.Tensor  # [1] int64: row of `history` to write
-    stream_key: torch.Tensor  # [2] int64: low and high word
+    block_step: torch.Tensor  # [] int32: column of `history` to write
+    stream_key: torch.Tensor  # [2] int32: low and high word
     host_length: int = 0  # the host's copy of `length`, for backends that slice
     host_step: int = 0
+    host_block_step: int = 0
     host_stream_key: int = 0
 
     @classmethod
@@ -41,27 +45,51 @@ class DecodeState:
         return cls(
             cache=cache,
             tokens=zeros(max_rows),
+            next_tokens=zeros(max_rows),
             candidates=zeros(max_rows),
-            history=zeros(block, max_rows),
+            history=zeros(max_rows, block),
+            done=zeros(max_rows, dtype=torch.bool),
             bad=zeros(max_rows, dtype=torch.bool),
             prompt_len=zeros(dtype=torch.int32),
             length=zeros(dtype=torch.int32),
             step=zeros(dtype=torch.int32),
-            block_step=zeros(1),
-            stream_key=zeros(2),
+            block_step=zeros(dtype=torch.int32),
+            stream_key=zeros(2, dtype=torch.int32),
         )
 
     def begin(self, prompt_len: int, stream_key: int) -> None:
         """Set everything for a prompt of which no answer token has been sampled."""
-        self.host_length = self.host_step = 0
+        self.host_length = self.host_step = self.host_block_step = 0
         self.host_stream_key = stream_key
         self.prompt_len.fill_(prompt_len)
         self.length.zero_()
         self.step.zero_()
+        self.begin_block()
         self.bad.zero_()
-        self.stream_key[0], self.stream_key[1] = stream_key & 0xFFFFFFFF, stream_key >> 32
+        words = np.array([stream_key & 0xFFFFFFFF, stream_key >> 32], dtype=np.uint32)
+        self.stream_key.copy_(torch.from_numpy(words.view(np.int32)))
 
-    def advance(self) -> None:
-        """One more token lies in the cache (called first in a step, on host and device)."""
-        self.host_length += 1
+    def begin_block(self) -> None:
+        """The host has looked: the history starts anew."""
+        self.host_block_step = 0
+        self.block_step.zero_()
+        self.done.zero_()
+
+    def before_step(self) -> None:
+        """One more token lies in the cache."""
         self.length += 1
+
+    def after_step(self) -> None:
+        """What was sampled is what the next step appends."""
+        self.tokens.copy_(self.next_tokens)
+        self.step += 1
+        self.block_step += 1
+
+    def count_on_host(self) -> None:
+        """The host's counters, where a step ran without the host's hand in it."""
+        self.host_step += 1
+        self.host_block_step += 1
+
+    def changed_by_step(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that a step changes for good, to save and to restore around a rehearsal."""
+        return (self.length, self.step, self.block_step, self.tokens, self.done, self.bad)

@@ -19,10 +19,9 @@ from engine.memory import Chunk
 from engine.model import Transformer
 from engine.ops import Ops
 from engine.packing import pack
-from engine.sampler import SamplingParams, sample
+from engine.stepper import ROW_MULTIPLE, EagerStepper, Sampler, Stepper, padded
 
 PREFILL_CHUNK = 8192  # prompt tokens in one forward pass
-ROW_MULTIPLE = 8  # rows are padded to it: below 12 rows a CPU's matrix product rounds by row count
 
 
 class Decoder:
@@ -33,19 +32,20 @@ class Decoder:
         model: Transformer,
         ops: Ops,
         cache: PagedKV,
-        sampling: SamplingParams,
+        sampler: Sampler,
         stop_ids: Sequence[int],
         *,
         max_rows: int,
         look_every: int = 1,
         ignore_stop: bool = False,
+        stepper: type[Stepper] = EagerStepper,
     ) -> None:
-        self.model, self.ops, self.cache = model, ops, cache
-        self.sampling = sampling
+        self.model, self.ops, self.cache, self.sampler = model, ops, cache, sampler
         self.stop_ids = np.asarray([] if ignore_stop else sorted(set(stop_ids)), dtype=np.int64)
         self.look_every = look_every
         self.chunk = Chunk("rows", padded(max_rows))
         self.state = DecodeState.allocate(cache, padded(max_rows), look_every)
+        self.stepper = stepper(model, ops, self.state, sampler, self.chunk)
         self.live: list[Candidate] = []
         self.finished: list[Candidate] = []
         self.tokens_generated = 0
@@ -95,36 +95,35 @@ class Decoder:
         self._sampled = np.zeros((count, 64), dtype=np.int32)
         self._load_candidates()
         logits = self.model.logits(self._prompt_hidden.expand(ROW_MULTIPLE, -1))[:1]
-        state = self.state
-        tokens, bad = sample(
-            logits.expand(count, -1),
-            self.sampling,
-            state.host_stream_key,
-            state.candidates[:count],
-            0,
-        )
-        state.tokens[:count] = tokens
-        state.bad[:count] = bad
-        state.history[0, :count] = tokens
-        self._count_step()
+        self.sampler(logits.expand(count, -1), self.state, slice(0, count))
+        self.state.after_step()
+        self.state.count_on_host()
         self._look(1)
 
     def _load_candidates(self) -> None:
         indices = torch.tensor([c.index for c in self.live], dtype=torch.int64)
         self.state.candidates[: len(indices)] = indices.to(self.model.device)
 
-    def run(self, max_length: int, on_look: Callable[[], None] = lambda: None) -> None:
-        """Decode all live rows to `max_length` answer tokens, or until memory is full.
+    def run(
+        self,
+        max_length: int,
+        on_look: Callable[[], None] = lambda: None,
+        stop_length: int | None = None,
+    ) -> None:
+        """Decode all live rows to `stop_length` answer tokens, or until memory is full.
 
         Rows that emit a stop token finish and free their pages at the next look, so the others get
         further. At `max_length` all live rows finish. `on_look` is called at every look.
         """
-        while self.live and self.length < max_length:
-            steps = min(self.look_every, max_length - self.length, self.steps_that_fit())
+        stop_length = min(stop_length or max_length, max_length)
+        while self.live and self.length < stop_length:
+            steps = min(self.look_every, stop_length - self.length, self.steps_that_fit())
             if steps == 0:
                 return
             self._run_block(steps)
             on_look()
+        if self.length < max_length:
+            return
         for row, candidate in enumerate(self.live):
             self._finish(candidate, self.tokens_of(row), End.LENGTH)
         self.live = []
@@ -137,6 +136,29 @@ class Decoder:
         columns = own + cache.num_free_pages // max(1, len(self.live))
         room = min(columns * cache.page_size, cache.max_row_tokens)
         return max(0, room - int(cache.lengths.max(initial=0)))
+
+    def num_that_can_grow(self, rows: Sequence[int], tokens: int) -> int:
+        """How many of these live rows, from the first on, could go on together by `tokens`."""
+        cache, rows = self.cache, np.asarray(rows, dtype=np.int64)
+        want = int(cache.pages_of(cache.lengths[rows[:1]] + tokens).max(initial=0))
+        growth = want - int(cache.pages_of(cache.lengths[rows[:1]]).max(initial=0))
+        low, high = 0, len(rows)
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = growth * middle <= cache.free_pages_keeping(rows[:middle])
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
+
+    def room_for_forks(self, tokens: int) -> int:
+        """How many forks the free pages hold when all rows, forks included, grow by `tokens`.
+
+        A fork shares its parent's whole pages and needs a copy of the last, partly filled one.
+        """
+        cache = self.cache
+        length = cache.lengths[:1]
+        growth = int((cache.pages_of(length + tokens) - cache.pages_of(length)).max(initial=0))
+        copied = int((length % cache.page_size > 0).sum())
+        return max(0, (cache.num_free_pages - growth * len(self.live)) // max(1, growth + copied))
 
     def select(self, rows: Sequence[int], fork_indices: Sequence[int] = ()) -> None:
         """Keep live `rows`, in this order; the last `len(fork_indices)` of them are forks.
@@ -170,45 +192,15 @@ class Decoder:
         """`steps` decode steps without the host looking at the device, then one look."""
         length = int(self.cache.lengths[0])
         self.cache.grow(length + steps)
-        self.state.block_step.zero_()
-        for _ in range(steps):
-            self._step()
+        self.stepper.run(len(self.live), steps)
         self._look(steps)
-
-    def _step(self) -> None:
-        """Append the last tokens and sample the next, in chunks of rows that fit in memory."""
-        state = self.state
-        state.advance()
-        self.chunk.retrying(self._forward)
-        state.tokens.copy_(state.history.index_select(0, state.block_step)[0])
-        self._count_step()
-
-    def _forward(self) -> None:
-        state, num_rows = self.state, padded(len(self.live))
-        size = padded(self.chunk.size)
-        for first in range(0, num_rows, size):
-            rows = slice(first, min(first + size, num_rows))
-            hidden = self.model.decode(self.ops, state, rows)
-            tokens, bad = sample(
-                self.model.logits(hidden),
-                self.sampling,
-                state.host_stream_key,
-                state.candidates[rows],
-                state.host_step,
-            )
-            state.history[state.block_step, rows] = tokens
-            state.bad[rows] |= bad
-
-    def _count_step(self) -> None:
-        self.state.host_step += 1
-        self.state.step += 1
-        self.state.block_step += 1
 
     def _look(self, steps: int) -> None:
         """Bring the block's tokens to the host and retire the rows that finished in it."""
         num_rows = len(self.live)
-        block = self.state.history[:steps, :num_rows].T.to("cpu", torch.int32).numpy()
+        block = self.state.history[:num_rows, :steps].to("cpu", torch.int32).numpy()
         bad = self.state.bad[:num_rows].cpu().numpy()
+        self.state.begin_block()
         self._append(block)
         stopped = np.isin(block, self.stop_ids)
         done = stopped.any(1) | bad
@@ -238,11 +230,6 @@ class Decoder:
     def _finish(self, candidate: Candidate, tokens: np.ndarray, end: End) -> None:
         candidate.tokens, candidate.end = tokens.copy(), end
         self.finished.append(candidate)
-
-
-def padded(rows: int) -> int:
-    """Rows of a batch, padding included."""
-    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 @torch.inference_mode()

@@ -21,6 +21,7 @@ from engine.ops import Ops, TorchOps
 from engine.plan import REWARD_EXTRA_TOKENS, REWARD_PAGE_SIZE, Plan, Side, make_plan
 from engine.reader import Reader
 from engine.sampler import SamplingParams
+from engine.stepper import TorchSampler, padded
 from engine.weights import load_model
 from rewards.base import Reward
 from rewards.function_reward import FunctionReward, load_function
@@ -180,7 +181,7 @@ def _decoder(settings: Settings, model: Transformer, ops: Ops, plan: Plan, chat:
         model.config,
         num_pages=plan.pages,
         page_size=plan.page_size,
-        max_rows=_padded(plan.max_rows),
+        max_rows=padded(plan.max_rows),
         max_row_tokens=plan.max_answer_tokens,
         max_prompt=bound,
         dtype=model.dtype,
@@ -190,7 +191,7 @@ def _decoder(settings: Settings, model: Transformer, ops: Ops, plan: Plan, chat:
         model,
         ops,
         cache,
-        SamplingParams(settings.temperature, settings.top_k, settings.top_p),
+        TorchSampler(SamplingParams(settings.temperature, settings.top_k, settings.top_p)),
         chat.stop_ids,
         max_rows=plan.max_rows,
         look_every=STEPS_BETWEEN_LOOKS[model.device.type],
@@ -235,12 +236,6 @@ def _reader(model: Transformer, ops: Ops, plan: Plan, *, same_text: bool) -> Rea
     )
     chunk = READ_CHUNK_TOKENS[model.device.type]
     return Reader(model, ops, cache, keep=plan.keep_reward_cache, chunk_tokens=chunk)
-
-
-def _padded(rows: int) -> int:
-    from engine.decoder import padded
-
-    return padded(rows)
 
 
 def describe(plan: Plan, model: Transformer) -> str:
