@@ -148,14 +148,26 @@ def _plan(
         page_size=PAGE_SIZE[device.type],
         max_answer_tokens=min(settings.max_gen_tokens, bound - 1),
         max_rows=_max_rows(settings),
-        alpha=settings.alpha if settings.speculative_rejection else None,
-        reward_cache=settings.reward_cache,
+        alpha=_planned_alpha(settings),
+        reward_cache=_reward_cache(settings),
     )
     return dataclasses.replace(
         plan,
         weight_bytes=weights,
         predicted_peak_bytes=weights + plan.generator_kv_bytes + plan.reward_kv_bytes,
     )
+
+
+def _planned_alpha(settings: Settings) -> float | None:
+    """The rejection rate to plan with; None where every answer is read once."""
+    if not settings.speculative_rejection:
+        return 0.5 if settings.log_partial else None
+    return 0.5 if settings.alpha == "auto" else float(settings.alpha)
+
+
+def _reward_cache(settings: Settings) -> str:
+    """Best-of-N that logs partial scores keeps what it read, unless told otherwise."""
+    return "on" if settings.log_partial and settings.reward_cache == "auto" else settings.reward_cache
 
 
 def _max_rows(settings: Settings) -> int | None:
