@@ -79,9 +79,9 @@ def time_sec(calls: list[Callable[[], object]], num_replays: int = 15) -> float:
 
 def copy_bandwidth() -> float:
     """Bytes a second of a device copy, read and written bytes both counted."""
-    source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda").random_()
+    source = randn(1 << 31)
     target = torch.empty_like(source)
-    return 2 * source.numel() / time_sec([lambda: target.copy_(source)])
+    return 2 * source.nbytes / time_sec([lambda: target.copy_(source)])
 
 
 def default_plan(shape: SimpleNamespace, rows: int, prompt: int) -> attention.AttentionPlan:
@@ -109,17 +109,20 @@ def attention_calls(
     if part != "prefix":
         table.copy_((torch.randperm(num_pages - 1, device="cuda") + 1).view(rows, columns))
     q = randn(num_layers, rows, shape.heads, shape.dim)
-    workspace = attention.make_workspace(plan, rows, shape.heads, shape.dim, "cuda")
+    workspace = attention.make_workspace({rows: plan}, shape.heads, shape.dim, DTYPE, "cuda")
     out = torch.empty(rows, shape.heads * shape.dim, device="cuda", dtype=DTYPE)
     length, prefix_len, scale = scalar(own), scalar(prompt), shape.dim**-0.5
 
     def call(layer: int) -> None:
-        if part != "suffix" and plan.prefix_splits:
-            attention.prefix_states(q[layer], *prefix[layer], prefix_len, plan, workspace, scale)
-        if part != "prefix":
-            attention.suffix_attention(
-                q[layer], *pages[layer], table, length, plan, workspace, out, scale
-            )
+        own, shared = (*pages[layer], table, length), (*prefix[layer], prefix_len)
+        if part == "prefix":
+            attention.prefix_attention(q[layer], *shared, plan, workspace, out, scale)
+        elif part == "suffix":
+            attention.suffix_attention(q[layer], *own, plan, workspace, out, scale)
+            if plan.suffix_splits > 1:
+                attention.combine_parts(q[layer], length, plan, workspace, out)
+        else:
+            attention.decode_attention(q[layer], *own, *shared, plan, workspace, out)
 
     return [lambda layer=layer: call(layer) for layer in range(num_layers)]
 
@@ -128,6 +131,7 @@ def attention_case(
     shape: SimpleNamespace, rows: int, own: int, prompt: int, part: str = "both", **changes: int
 ) -> Case:
     plan = replace(default_plan(shape, rows, prompt), **changes)
+    plan = replace(plan, meet=plan.meet and part == "both" and plan.suffix_splits == 1)
     kv = 4.0 * shape.kv_heads * shape.dim  # bytes of a token's key and value
     queries = 4.0 * rows * shape.heads * shape.dim  # read, and written as the output
     num_bytes = queries + kv * (prompt if part != "suffix" else 0)
@@ -211,42 +215,43 @@ def default_cases() -> Iterator[Case]:
         SamplingParams(top_p=0.9),
         SamplingParams(top_k=0),
         SamplingParams(top_k=0, top_p=0.9),
+        SamplingParams(temperature=4.0, top_k=0, top_p=0.9),  # every row's nucleus is wide
         SamplingParams(top_k=1000),
     ):
         yield sampler_case(480, 128_256, params)
 
 
 def sweep_cases() -> Iterator[Case]:
-    shapes = [(LLAMA, 480, 256), (LLAMA, 120, 256), (LLAMA, 960, 512), (SMOL, 1000, 128)]
-    shapes += [(SMOL, 8000, 128), (SMOL, 120, 128)]
-    for (shape, rows, own), block, warps, stages in itertools.product(
-        shapes, (64, 32), (2, 4), (2, 3, 4)
+    for (shape, rows, own), (block, warps, stages) in itertools.product(
+        ((LLAMA, 480, 256), (LLAMA, 120, 256), (SMOL, 8000, 128)),
+        ((64, 4, 3), (64, 4, 2), (64, 2, 3), (32, 4, 4), (32, 2, 3)),
     ):
         launch = {"suffix_block_n": block, "suffix_warps": warps, "suffix_stages": stages}
         yield attention_case(shape, rows, own, 0, "suffix", **launch)
     for (rows, own), splits in itertools.product(
-        ((1, 4000), (4, 4000), (30, 4000), (30, 256), (120, 256)), (1, 2, 4, 8, 16, 32)
+        itertools.product((1, 4, 12, 20, 30), (256, 4000)), (1, 2, 4, 8, 16)
     ):
         yield attention_case(LLAMA, rows, own, 0, "suffix", suffix_splits=splits)
-    for (rows, prompt), (m, n, warps, stages), splits in itertools.product(
-        ((480, 2048), (120, 2048), (960, 128), (4, 2048)),
-        ((128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 128, 8, 2)),
-        (1, 4, 16),
+    for (rows, prompt), (m, n, warps, stages) in itertools.product(
+        ((480, 2048), (960, 128)), ((128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 32, 4, 3))
     ):
-        if splits == 1 or rows < 480:
-            launch = {"prefix_block_m": m, "prefix_block_n": n, "prefix_warps": warps}
-            launch |= {"prefix_stages": stages, "prefix_splits": splits}
-            yield attention_case(LLAMA, rows, 0, prompt, "prefix", **launch)
-    for rows, vocab in ((480, 128_256), (8000, 49_152)):
-        for elements, warps in itertools.product((4096, 8192), (4, 8)):
-            launch = {"maxima_elements": elements, "maxima_warps": warps}
-            yield sampler_case(rows, vocab, SamplingParams(), **launch)
-        for tile, warps in itertools.product((8, 16, 32), (1, 2, 4, 8)):
-            launch = {"pick_tile": tile, "pick_warps": warps}
-            yield sampler_case(rows, vocab, SamplingParams(), **launch)
-    for block, warps in itertools.product((1024, 2048, 4096), (4, 8)):
+        launch = {"prefix_block_m": m, "prefix_block_n": n, "prefix_warps": warps}
+        yield attention_case(LLAMA, rows, 0, prompt, "prefix", **launch, prefix_stages=stages)
+    both = [(LLAMA, *case) for case in ((480, 256, 2048), (480, 256, 128), (120, 256, 128))]
+    both += [(LLAMA, 120, 256, 2048), (LLAMA, 960, 512, 2048), (SMOL, 1000, 128, 128)]
+    for case, (meet, own_stages, stages) in itertools.product(
+        both, ((0, 3, 3), (1, 3, 3), (1, 2, 3), (1, 3, 2), (1, 2, 2))
+    ):
+        launch = {"meet": meet, "suffix_stages": own_stages, "prefix_stages": stages}
+        yield attention_case(*case, **launch)
+    for (rows, vocab), (tile, warps) in itertools.product(
+        ((480, 128_256), (8000, 49_152)), ((8, 1), (8, 2), (8, 4), (4, 2), (4, 4))
+    ):
+        yield sampler_case(rows, vocab, SamplingParams(), pick_tile=tile, pick_warps=warps)
+    for block, warps in ((1024, 4), (2048, 8), (4096, 8), (4096, 16)):
         launch = {"whole_block": block, "whole_warps": warps}
-        yield sampler_case(480, 128_256, SamplingParams(top_k=0, top_p=0.9), **launch)
+        yield sampler_case(480, 128_256, SamplingParams(top_k=1000, top_p=0.9), **launch)
+        yield sampler_case(8, 128_256, SamplingParams(top_k=1000, top_p=0.9), **launch)
 
 
 def warm_up(cases: list[Case], workers: int) -> None:

@@ -113,24 +113,41 @@ def test_rope_append(heads, kv_heads, head_dim, length, qk_norm, dtype):
     assert ours.v.nan_to_num().equal(twin.v.nan_to_num()), "values must be copied as they are"
 
 
-def attend(cache: SimpleNamespace, q: torch.Tensor, length: int, prompt: int, **changes):
-    """The kernel's and the twin's attention of these queries."""
+def make_attention(cache: SimpleNamespace, q: torch.Tensor, length: int, prompt: int, **changes):
+    """(inputs, plan, workspace) of a call whose workspace is poisoned."""
     rows, heads, head_dim = q.shape
     plan = attention.plan_attention(
         rows, heads, cache.k.shape[1], head_dim, cache.page_size, q.dtype, cache.k_prefix.shape[1]
     )
     plan = replace(plan, **changes)
-    workspace = attention.make_workspace(plan, rows, heads, head_dim, DEVICE)
+    workspace = attention.make_workspace({rows: plan}, heads, head_dim, q.dtype, DEVICE)
     workspace.output.fill_(torch.nan)
     workspace.lse.fill_(torch.nan)
-    arguments = (q, cache.k, cache.v, cache.table, scalar(length), cache.k_prefix, cache.v_prefix)
-    out = torch.full((rows, heads * head_dim), torch.nan, dtype=q.dtype, device=DEVICE)
-    attention.decode_attention(*arguments, scalar(prompt), plan, workspace, out=out)
-    return out, reference.decode_attention(*arguments, scalar(prompt))
+    own = (cache.k, cache.v, cache.table, scalar(length))
+    return (q, *own, cache.k_prefix, cache.v_prefix, scalar(prompt)), plan, workspace
+
+
+def attend(cache: SimpleNamespace, q: torch.Tensor, length: int, prompt: int, **changes):
+    """The kernel's and the twin's attention of these queries; a second call must agree."""
+    inputs, plan, workspace = make_attention(cache, q, length, prompt, **changes)
+    out = torch.full((len(q), q[0].numel()), torch.nan, dtype=q.dtype, device=DEVICE)
+    attention.decode_attention(*inputs, plan, workspace, out=out)
+    again = attention.decode_attention(*inputs, plan, workspace)
+    assert_close(again, out, "a second call")
+    assert not workspace.arrivals.any(), "a counter was not set back"
+    return out, reference.decode_attention(*inputs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("splits", [{}, {"prefix_splits": 3, "suffix_splits": 1}])
+@pytest.mark.parametrize(
+    "launch",
+    [
+        {"suffix_splits": 6, "meet": False},
+        {"suffix_splits": 1, "prefix_splits": 3, "meet": True},
+        {"suffix_splits": 1, "prefix_splits": 1, "meet": False},
+    ],
+    ids=["split", "meet", "one-after-the-other"],
+)
 @pytest.mark.parametrize(
     ("rows", "heads", "kv_heads", "head_dim", "length", "prompt"),
     [
@@ -142,10 +159,10 @@ def attend(cache: SimpleNamespace, q: torch.Tensor, length: int, prompt: int, **
         (20, 4, 2, 16, 16, 40),
     ],
 )
-def test_decode_attention(rows, heads, kv_heads, head_dim, length, prompt, splits, dtype):
+def test_decode_attention(rows, heads, kv_heads, head_dim, length, prompt, launch, dtype):
     cache = make_cache(rows, kv_heads, head_dim, 16, length, prompt, dtype)
     q = randn(rows, heads, head_dim, dtype=dtype, seed=9) * 2
-    ours, twin = attend(cache, q, length, prompt, **splits)
+    ours, twin = attend(cache, q, length, prompt, **launch)
     assert_close(ours, twin)
 
 
@@ -155,7 +172,7 @@ def test_decode_attention_without_a_prompt(suffix_splits):
     q = randn(2, 4, 32, seed=9)
     for prefix_splits in (0, 1, 2):  # no prefix kernel, or one that finds an empty prompt
         ours, twin = attend(
-            cache, q, 37, 0, prefix_splits=prefix_splits, suffix_splits=suffix_splits
+            cache, q, 37, 0, prefix_splits=prefix_splits, suffix_splits=suffix_splits, meet=False
         )
         assert_close(ours, twin)
 
@@ -163,14 +180,37 @@ def test_decode_attention_without_a_prompt(suffix_splits):
 def test_decode_attention_survives_scores_far_apart():
     cache = make_cache(2, 1, 16, 16, 20, 20, torch.float32)
     cache.k_prefix[:, 3] *= 300.0
-    ours, twin = attend(cache, randn(2, 2, 16, seed=9) * 20, 20, 20, suffix_splits=3)
+    ours, twin = attend(cache, randn(2, 2, 16, seed=9) * 20, 20, 20, suffix_splits=2, meet=False)
     assert_close(ours, twin)
+
+
+@pytest.mark.parametrize("prefix_splits", [1, 3])
+def test_whichever_level_comes_last_merges(prefix_splits):
+    cache = make_cache(5, 2, 16, 16, 40, 70, torch.float32)
+    q = randn(5, 6, 16, seed=9)
+    inputs, plan, workspace = make_attention(
+        cache, q, 40, 70, suffix_splits=1, prefix_splits=prefix_splits, meet=True
+    )
+    twin = reference.decode_attention(*inputs)
+    prefix = (q, *inputs[5:], plan, workspace)
+    suffix = (q, *inputs[1:5], plan, workspace)
+    for levels in ("prefix first", "suffix first", "prefix first"):
+        out = torch.full((5, 6 * 16), torch.nan, device=DEVICE)
+        if levels == "prefix first":
+            attention.prefix_attention(*prefix, out, 0.25)
+            assert out.isnan().all(), "the first to come must leave the result alone"
+        attention.suffix_attention(*suffix, out, 0.25)
+        if levels == "suffix first":
+            assert out.isnan().all(), "the first to come must leave the result alone"
+            attention.prefix_attention(*prefix, out, 0.25)
+        assert_close(out, twin, levels)
+        assert not workspace.arrivals.any(), "a counter was not set back"
 
 
 def test_padding_rows_do_not_disturb_the_others():
     cache = make_cache(2, 2, 16, 16, 20, 30, torch.float32)
     q = randn(4, 4, 16, seed=9)  # rows 2 and 3 have page 0 alone in the table
-    ours, _ = attend(cache, q, 20, 30)
+    ours, _ = attend(cache, q, 20, 30, suffix_splits=1, meet=True)
     alone, twin = attend(cache, q[:2].contiguous(), 20, 30)
     assert_close(ours[:2], twin)
     assert_close(alone, twin)
@@ -271,6 +311,13 @@ def test_sampler_keeps_ties_that_overflow_its_buffer():
         assert result.last.cpu().equal(result.twin)
 
 
+def test_sampler_takes_a_whole_row_where_the_nucleus_is_wide():
+    logits = torch.cat((randn(3, 6000, seed=1) * 0.1, randn(3, 6000, seed=2) * 4.0))
+    for params in (SamplingParams(top_k=0, top_p=0.9), SamplingParams(top_k=0, top_p=0.3)):
+        result = run_sampler(logits, params)
+        assert result.last.cpu().equal(result.twin)
+
+
 def test_sampler_takes_many_stop_ids_and_refuses_more():
     logits = torch.zeros(20, 20, device=DEVICE)
     logits[torch.arange(20), torch.arange(20)] = 100.0
@@ -295,7 +342,12 @@ def test_sampler_at_real_vocabularies(vocab, params):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("rows", "heads", "kv_heads", "head_dim", "length", "prompt"),
-    [(120, 32, 8, 128, 200, 300), (1, 32, 8, 128, 4000, 2000), (300, 9, 3, 64, 65, 64)],
+    [
+        (120, 32, 8, 128, 200, 300),
+        (480, 32, 8, 128, 300, 2048),
+        (1, 32, 8, 128, 4000, 2000),
+        (300, 9, 3, 64, 65, 64),
+    ],
 )
 def test_decode_attention_at_real_shapes(rows, heads, kv_heads, head_dim, length, prompt, dtype):
     cache = make_cache(rows, kv_heads, head_dim, 64, length, prompt, dtype)
@@ -305,13 +357,16 @@ def test_decode_attention_at_real_shapes(rows, heads, kv_heads, head_dim, length
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
-def test_kernels_follow_the_device_scalars_inside_a_graph():
+@pytest.mark.parametrize("meet", [False, True])
+def test_kernels_follow_the_device_scalars_inside_a_graph(meet):
     """One captured graph serves every length and prompt: the point of lengths on the device."""
     cache = make_cache(6, 2, 64, 64, 200, 150, torch.bfloat16)
     q = randn(6, 8, 64, dtype=torch.bfloat16, seed=9)
     length, prompt = scalar(1), scalar(1)
     plan = attention.plan_attention(6, 8, 2, 64, 64, q.dtype, 157)
-    workspace = attention.make_workspace(plan, 6, 8, 64, DEVICE)
+    if meet:
+        plan = replace(plan, suffix_splits=1, meet=True)
+    workspace = attention.make_workspace({6: plan}, 8, 64, q.dtype, DEVICE)
     out = torch.empty(6, 8 * 64, dtype=q.dtype, device=DEVICE)
     arguments = (q, cache.k, cache.v, cache.table, length, cache.k_prefix, cache.v_prefix, prompt)
     attention.decode_attention(*arguments, plan, workspace, out=out)

@@ -1,10 +1,11 @@
 """Two-level decode attention: all rows on the one shared prompt, then each row on its own pages.
 
-The prefix kernel stacks the queries of all rows against the prompt's keys, which are read once
-for a block of queries instead of once a row. Its states (normalised output and base-2 log-sum-exp,
-one for each of `prefix_splits` parts of the prompt) are where the suffix kernel's online softmax
-starts, so merging the levels costs no pass of its own. With few rows the keys are split over more
-programs (`suffix_splits`), and a third kernel combines the states.
+The prefix kernel stacks the queries of all rows against the prompt's keys, which are read once for
+a block of queries instead of once a row. The suffix kernel streams each row's pages, and starts its
+online softmax from the prefix kernel's states, so that merging the levels costs no pass of its own.
+The first is bound by arithmetic and the second by memory: on a GPU both run at once, on two
+streams, and whichever part of a query comes last merges it. With few rows the own keys are split
+over more programs (`suffix_splits`), and a third kernel combines the states.
 NOTE: a plan fixes the launch for a number of rows; lengths are read on the device.
 """
 
@@ -20,6 +21,9 @@ from torch import Tensor
 from engine.kernels.attention_kernels import combine_kernel, prefix_kernel, suffix_kernel
 
 LOG2_E = math.log2(math.e)
+MAX_PREFIX_SPLITS = 16
+MAX_SUFFIX_SPLITS = 32
+MIN_SPLIT_BLOCKS = 4  # of keys in a part: a short row uses fewer parts than its plan has
 MIN_DOT_ROWS = 16  # of tl.dot: a group of queries is padded to it
 
 
@@ -36,19 +40,23 @@ class AttentionPlan:
     suffix_block_n: int
     suffix_warps: int
     suffix_stages: int
+    meet: bool  # both levels at once, merged by the last to arrive
 
     @property
     def num_states(self) -> int:
         """Partial softmax states of each query that pass through memory."""
-        return self.prefix_splits + (self.suffix_splits if self.suffix_splits > 1 else 0)
+        own = self.suffix_splits if self.suffix_splits > 1 or self.meet else 0
+        return self.prefix_splits + own
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionWorkspace:
-    """The states between the kernels; one serves all layers, and all plans that need no more."""
+    """What passes between the kernels; one serves all layers, one after the other."""
 
-    output: Tensor  # [states, rows, H, d] float32
-    lse: Tensor  # [states, rows, H] float32, base 2
+    output: Tensor  # [states * rows * H * d] in the data's dtype
+    lse: Tensor  # [states * rows * H] float32, base 2
+    arrivals: Tensor  # [rows * H] int32, 0 between calls
+    side_stream: torch.cuda.Stream | None  # where the prefix kernel runs; None on a CPU
 
 
 def plan_attention(
@@ -64,35 +72,55 @@ def plan_attention(
     """The launch for this many rows; `prompt_tokens` is the longest prompt to expect (or 0)."""
     wide = dtype == torch.float32  # twice the bytes in shared memory, no matrix units
     queries = rows * (num_heads // num_kv_heads)
-    block_m = 128 if queries > 64 and not wide else 64 if queries > 16 else 16
+    block_m = 64 if queries > 16 and not wide else 16
     block_n = 64 if not wide else 32
     programs = triton.cdiv(queries, block_m) * num_kv_heads
-    blocks = max(1, triton.cdiv(prompt_tokens, block_n))
-    prefix_splits = max(1, min(num_multiprocessors // programs, blocks, 16))
-    suffix_programs = rows * num_kv_heads
-    wanted = 4 * num_multiprocessors
-    suffix_splits = 1 if suffix_programs >= wanted else triton.cdiv(2 * wanted, suffix_programs)
+    blocks = triton.cdiv(prompt_tokens, block_n)
+    suffix_splits = _suffix_splits(rows * num_kv_heads, num_multiprocessors)
     return AttentionPlan(
-        prefix_splits=prefix_splits if prompt_tokens else 0,
+        prefix_splits=min(max(1, num_multiprocessors // programs), blocks, MAX_PREFIX_SPLITS),
         prefix_block_m=block_m,
         prefix_block_n=block_n,
-        prefix_warps=8 if block_m == 128 else 4,
+        prefix_warps=4,
         prefix_stages=3 if not wide else 1,
-        suffix_splits=min(suffix_splits, 32),
-        suffix_block_n=min(page_size, 64 if not wide else 32),
+        suffix_splits=suffix_splits,
+        suffix_block_n=min(page_size, block_n),
         suffix_warps=4,
         suffix_stages=3 if not wide else 1,
+        meet=prompt_tokens > 0 and suffix_splits == 1,
     )
 
 
+def _suffix_splits(programs: int, num_multiprocessors: int) -> int:
+    """Parts of each row's keys: the fewest that leave few multiprocessors idle at the end.
+
+    Time over the ideal is the fullest multiprocessor's share; each part costs a state on top.
+    """
+
+    def cost(splits: int) -> float:
+        fullest = triton.cdiv(programs * splits, num_multiprocessors)
+        idle = fullest * num_multiprocessors / (programs * splits)
+        return idle + (0.1 if splits > 1 else 0.0) + 0.01 * splits
+
+    return min(range(1, MAX_SUFFIX_SPLITS + 1), key=cost)
+
+
 def make_workspace(
-    plan: AttentionPlan, rows: int, num_heads: int, head_dim: int, device: torch.device | str
+    plans: dict[int, AttentionPlan],  # by number of rows
+    num_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
 ) -> AttentionWorkspace:
-    """Memory for the states of one attention call."""
-    states = plan.num_states
+    """Memory for any of these launches, one at a time."""
+    queries = num_heads * max(plans)
+    states = num_heads * max(rows * plan.num_states for rows, plan in plans.items())
+    on_gpu = torch.device(device).type == "cuda"
     return AttentionWorkspace(
-        torch.empty((states, rows, num_heads, head_dim), dtype=torch.float32, device=device),
-        torch.empty((states, rows, num_heads), dtype=torch.float32, device=device),
+        torch.empty(states * head_dim, dtype=dtype, device=device),
+        torch.empty(states, dtype=torch.float32, device=device),
+        torch.zeros(queries, dtype=torch.int32, device=device),
+        torch.cuda.Stream(device, priority=-1) if on_gpu else None,
     )
 
 
@@ -112,26 +140,42 @@ def decode_attention(
 ) -> Tensor:
     """Attention of one new token a row over the prompt and the row's pages: [rows, H * d]."""
     rows, num_heads, head_dim = q.shape
+    assert not plan.meet or plan.suffix_splits == 1, "split rows are merged by a kernel of its own"
     assert workspace.lse.numel() >= plan.num_states * rows * num_heads, "workspace too small"
+    assert workspace.arrivals.numel() >= rows * num_heads, "workspace too small"
     if out is None:
         out = torch.empty((rows, num_heads * head_dim), dtype=q.dtype, device=q.device)
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
-    if plan.prefix_splits:
-        prefix_states(q, k_prefix, v_prefix, prefix_len, plan, workspace, scale)
-    suffix_attention(q, k_pages, v_pages, table, length, plan, workspace, out, scale)
+    prefix = (q, k_prefix, v_prefix, prefix_len, plan, workspace, out, scale)
+    suffix = (q, k_pages, v_pages, table, length, plan, workspace, out, scale)
+    at_once = plan.prefix_splits and (plan.meet or plan.suffix_splits > 1)
+    if at_once and workspace.side_stream is not None:
+        main, side = torch.cuda.current_stream(), workspace.side_stream
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            prefix_attention(*prefix)
+        suffix_attention(*suffix)
+        main.wait_stream(side)
+    else:
+        if plan.prefix_splits:
+            prefix_attention(*prefix)
+        suffix_attention(*suffix)
+    if plan.suffix_splits > 1:
+        combine_parts(q, length, plan, workspace, out)
     return out
 
 
-def prefix_states(
+def prefix_attention(
     q: Tensor,
     k_prefix: Tensor,
     v_prefix: Tensor,
     prefix_len: Tensor,
     plan: AttentionPlan,
     workspace: AttentionWorkspace,
+    out: Tensor,
     scale: float,
 ) -> None:
-    """First level: the states of all rows on the prompt, into the workspace."""
+    """First level: all rows on the prompt. Writes states, and `out` where it comes last."""
     rows, num_heads, head_dim = q.shape
     num_kv_heads = k_prefix.shape[0]
     assert q.is_contiguous(), "queries must be contiguous"
@@ -145,6 +189,8 @@ def prefix_states(
         prefix_len,
         workspace.output,
         workspace.lse,
+        workspace.arrivals,
+        out,
         rows,
         k_prefix.stride(0),
         scale * LOG2_E,
@@ -155,6 +201,7 @@ def prefix_states(
         BLOCK_M=plan.prefix_block_m,
         BLOCK_N=plan.prefix_block_n,
         SPLITS=plan.prefix_splits,
+        MEET=plan.meet,
         num_warps=plan.prefix_warps,
         num_stages=plan.prefix_stages,
     )
@@ -171,12 +218,11 @@ def suffix_attention(
     out: Tensor,
     scale: float,
 ) -> None:
-    """Second level: each row on its pages, merged with the states of the first."""
+    """Second level: each row on its pages. Writes `out`, or a state where the first is late."""
     rows, num_heads, head_dim = q.shape
     _, num_kv_heads, page_size, _ = k_pages.shape
     assert q.is_contiguous() and k_pages.is_contiguous() and v_pages.is_contiguous()
     assert page_size % plan.suffix_block_n == 0, "a block of keys must not cross pages"
-    d_pad = triton.next_power_of_2(head_dim)
     suffix_kernel[(rows * num_kv_heads, plan.suffix_splits)](
         q,
         k_pages,
@@ -186,31 +232,44 @@ def suffix_attention(
         length,
         workspace.output,
         workspace.lse,
+        workspace.arrivals,
         out,
         rows,
         scale * LOG2_E,
         K=num_kv_heads,
         G=num_heads // num_kv_heads,
         D=head_dim,
-        D_PAD=d_pad,
+        D_PAD=triton.next_power_of_2(head_dim),
         PAGE=page_size,
         BLOCK_M=MIN_DOT_ROWS,
         BLOCK_N=plan.suffix_block_n,
         PREFIX_STATES=plan.prefix_splits,
         SPLITS=plan.suffix_splits,
+        MIN_BLOCKS=MIN_SPLIT_BLOCKS,
+        MEET=plan.meet,
         num_warps=plan.suffix_warps,
         num_stages=plan.suffix_stages,
     )
-    if plan.suffix_splits > 1:
-        combine_kernel[(rows * num_heads,)](
-            workspace.output,
-            workspace.lse,
-            out,
-            rows,
-            H=num_heads,
-            D=head_dim,
-            D_PAD=d_pad,
-            STATES=plan.num_states,
-            STATES_PAD=triton.next_power_of_2(plan.num_states),
-            num_warps=2,
-        )
+
+
+def combine_parts(
+    q: Tensor, length: Tensor, plan: AttentionPlan, workspace: AttentionWorkspace, out: Tensor
+) -> None:
+    """Merge the prompt's states and those of a row's split keys into `out`."""
+    rows, num_heads, head_dim = q.shape
+    combine_kernel[(rows * num_heads,)](
+        length,
+        workspace.output,
+        workspace.lse,
+        out,
+        rows,
+        H=num_heads,
+        D=head_dim,
+        D_PAD=triton.next_power_of_2(head_dim),
+        BLOCK_N=plan.suffix_block_n,
+        PREFIX_STATES=plan.prefix_splits,
+        SPLITS=plan.suffix_splits,
+        MIN_BLOCKS=MIN_SPLIT_BLOCKS,
+        STATES_PAD=triton.next_power_of_2(plan.num_states),
+        num_warps=2,
+    )

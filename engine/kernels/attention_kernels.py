@@ -1,13 +1,102 @@
 """The Triton programs of `attention.py`, which explains how they fit together.
 
-A state is a part's softmax: its output, normalised, and the base-2 logarithm of its sum (-inf for
+A state is one part's softmax: its output, normalised, and the base-2 logarithm of its sum (-inf for
 a part without keys). Scores are in base 2 throughout: `scale` carries the factor log2(e).
+NOTE: with MEET the two levels run at the same time. Each query has a counter of the parts that have
+arrived; whoever comes last merges all parts, writes the result and sets the counter back to 0.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def _attend(query, key, value, valid, scale, best, total, output, MASKED: tl.constexpr):
+    """One block of keys into the online softmax of each query."""
+    score = tl.dot(query, key, input_precision="ieee")
+    if MASKED:
+        score = tl.where(valid[None, :], score, float("-inf"))
+    new_best = tl.maximum(best, tl.max(score, axis=1) * scale)
+    weight = tl.exp2(score * scale - new_best[:, None])
+    shrink = tl.exp2(best - new_best)
+    total = total * shrink + tl.sum(weight, axis=1)
+    output = output * shrink[:, None]
+    output = tl.dot(weight.to(value.dtype), value, output, input_precision="ieee")
+    return new_best, total, output
+
+
+@triton.jit
+def _finish(best, total, output):
+    """The state of an online softmax: log-sum-exp and normalised output."""
+    some = total > 0
+    lse = tl.where(some, best + tl.log2(total), float("-inf"))
+    return lse, output / tl.where(some, total, 1.0)[:, None]
+
+
+@triton.jit
+def _merge(
+    state_output,
+    state_lse,
+    at,
+    inside,
+    d,
+    best,
+    total,
+    output,
+    NUM: tl.constexpr,
+    stride,
+    D: tl.constexpr,
+):
+    """Merge parts 0 to NUM - 1 from memory; `at` counts queries, `stride` is a part's queries."""
+    for part in tl.static_range(NUM):
+        part_at = part * stride + at
+        lse = tl.load(state_lse + part_at, mask=inside, other=float("-inf"))
+        part_output = tl.load(
+            state_output + part_at[:, None] * D + d[None, :],
+            mask=inside[:, None] & (d < D)[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        new_best = tl.maximum(best, lse)
+        safe_best = tl.where(new_best == float("-inf"), 0.0, new_best)
+        shrink, share = tl.exp2(best - safe_best), tl.exp2(lse - safe_best)
+        total = total * shrink + share
+        output = output * shrink[:, None] + part_output * share[:, None]
+        best = new_best
+    return best, total, output
+
+
+@triton.jit
+def _arrive(
+    state_output,
+    state_lse,
+    arrivals,
+    out,
+    at,
+    inside,
+    d,
+    NUM: tl.constexpr,
+    stride,
+    D: tl.constexpr,
+):
+    """Count this part in; where it is the last of NUM, merge them all into the result."""
+    tl.debug_barrier()  # every thread's part of the state is written before it is counted
+    before = tl.atomic_add(arrivals + at, 1, mask=inside, sem="acq_rel")
+    last = inside & (before == NUM - 1)
+    tl.debug_barrier()
+    if tl.max(last.to(tl.int32), axis=0) == 1:
+        best = tl.full([at.shape[0]], float("-inf"), tl.float32)
+        total = tl.zeros([at.shape[0]], tl.float32)
+        output = tl.zeros([at.shape[0], d.shape[0]], tl.float32)
+        best, total, output = _merge(
+            state_output, state_lse, at, last, d, best, total, output, NUM, stride, D
+        )
+        output = output / tl.where(last, total, 1.0)[:, None]
+        result_at = out + at[:, None] * D + d[None, :]
+        result_inside = last[:, None] & (d < D)[None, :]
+        tl.store(result_at, output.to(out.dtype.element_ty), mask=result_inside)
+        tl.store(arrivals + at, 0, mask=last)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -18,6 +107,8 @@ def prefix_kernel(
     prefix_len,
     state_output,
     state_lse,
+    arrivals,
+    out,
     num_rows,
     head_stride,
     scale,
@@ -28,6 +119,7 @@ def prefix_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
+    MEET: tl.constexpr,
 ):
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -35,8 +127,9 @@ def prefix_kernel(
     row, head = (m // G).to(tl.int64), kv_head * G + m % G
     d = tl.arange(0, D_PAD)
     n = tl.arange(0, BLOCK_N)
-    q_inside = (row < num_rows)[:, None] & (d < D)[None, :]
-    q_at = row[:, None] * (H * D) + head[:, None] * D + d[None, :]
+    at, inside = row * H + head, row < num_rows
+    q_at = at[:, None] * D + d[None, :]
+    q_inside = inside[:, None] & (d < D)[None, :]
     query = tl.load(q + q_at, mask=q_inside, other=0.0)
 
     keys = tl.load(prefix_len)
@@ -57,35 +150,28 @@ def prefix_kernel(
         else:
             key = tl.load(k_at + first * D, mask=(d < D)[:, None], other=0.0)
             value = tl.load(v_at + first * D, mask=(d < D)[None, :], other=0.0)
-        score = tl.dot(query, key, input_precision="ieee")
-        new_best = tl.maximum(best, tl.max(score, axis=1) * scale)
-        weight = tl.exp2(score * scale - new_best[:, None])
-        shrink = tl.exp2(best - new_best)
-        total = total * shrink + tl.sum(weight, axis=1)
-        output = output * shrink[:, None]
-        output = tl.dot(weight.to(value.dtype), value, output, input_precision="ieee")
-        best = new_best
+        best, total, output = _attend(query, key, value, n, scale, best, total, output, False)
     if whole_end < end:
-        k_inside = (whole_end + n < end)[None, :] & (d < D)[:, None]
-        v_inside = (whole_end + n < end)[:, None] & (d < D)[None, :]
-        key = tl.load(k_at + whole_end * D, mask=k_inside, other=0.0)
-        value = tl.load(v_at + whole_end * D, mask=v_inside, other=0.0)
-        score = tl.dot(query, key, input_precision="ieee") * scale
-        score = tl.where((whole_end + n < end)[None, :], score, float("-inf"))
-        new_best = tl.maximum(best, tl.max(score, axis=1))
-        weight = tl.exp2(score - new_best[:, None])
-        shrink = tl.exp2(best - new_best)
-        total = total * shrink + tl.sum(weight, axis=1)
-        output = output * shrink[:, None]
-        output = tl.dot(weight.to(value.dtype), value, output, input_precision="ieee")
-        best = new_best
+        valid = whole_end + n < end
+        key_inside, value_inside = (
+            valid[None, :] & (d < D)[:, None],
+            valid[:, None] & (d < D)[None, :],
+        )
+        key = tl.load(k_at + whole_end * D, mask=key_inside, other=0.0)
+        value = tl.load(v_at + whole_end * D, mask=value_inside, other=0.0)
+        best, total, output = _attend(query, key, value, valid, scale, best, total, output, True)
 
-    some = total > 0
-    output = output / tl.where(some, total, 1.0)[:, None]
-    lse = tl.where(some, best + tl.log2(total), float("-inf"))
-    state = split.to(tl.int64) * num_rows * H
-    tl.store(state_output + state * D + q_at, output, mask=q_inside)
-    tl.store(state_lse + state + row * H + head, lse, mask=row < num_rows)
+    lse, output = _finish(best, total, output)
+    stride = num_rows.to(tl.int64) * H
+    part_at = split * stride
+    tl.store(
+        state_output + part_at * D + q_at,
+        output.to(state_output.dtype.element_ty),
+        mask=q_inside,
+    )
+    tl.store(state_lse + part_at + at, lse, mask=inside)
+    if MEET:
+        _arrive(state_output, state_lse, arrivals, out, at, inside, d, SPLITS + 1, stride, D)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -98,6 +184,7 @@ def suffix_kernel(
     length,
     state_output,
     state_lse,
+    arrivals,
     out,
     num_rows,
     scale,
@@ -110,6 +197,8 @@ def suffix_kernel(
     BLOCK_N: tl.constexpr,
     PREFIX_STATES: tl.constexpr,
     SPLITS: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
+    MEET: tl.constexpr,
 ):
     H: tl.constexpr = K * G
     kv_head = tl.program_id(0) % K
@@ -118,40 +207,40 @@ def suffix_kernel(
     g = tl.arange(0, BLOCK_M)  # the group's queries, padded to the matrix unit's 16
     d = tl.arange(0, D_PAD)
     n = tl.arange(0, BLOCK_N)
-    head = kv_head * G + g
-    q_inside = (g < G)[:, None] & (d < D)[None, :]
-    q_at = row * (H * D) + head[:, None] * D + d[None, :]
-    query = tl.load(q + q_at, mask=q_inside, other=0.0)
+    at, inside = row * H + kv_head * G + g, g < G
+    q_at = at[:, None] * D + d[None, :]
+    q_inside = inside[:, None] & (d < D)[None, :]
+    stride = num_rows.to(tl.int64) * H
 
     keys = tl.load(length)
     start = 0
     end = keys
     if SPLITS > 1:
-        per_split = tl.cdiv(tl.cdiv(keys, BLOCK_N), SPLITS) * BLOCK_N
+        per_split = tl.maximum(tl.cdiv(tl.cdiv(keys, BLOCK_N), SPLITS), MIN_BLOCKS) * BLOCK_N
         start = split * per_split
         end = tl.minimum(start + per_split, keys)
+        if (start >= end) & (split > 0):
+            return  # the combining kernel knows which parts are empty
+    query = tl.load(q + q_at, mask=q_inside, other=0.0)
 
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     output = tl.zeros([BLOCK_M, D_PAD], tl.float32)
-    if SPLITS == 1:
-        for part in tl.static_range(PREFIX_STATES):
-            state = part * num_rows.to(tl.int64) * H
-            lse_at = state_lse + state + row * H + head
-            lse = tl.load(lse_at, mask=g < G, other=float("-inf"))
-            part_output = tl.load(state_output + state * D + q_at, mask=q_inside, other=0.0)
-            new_best = tl.maximum(best, lse)
-            safe_best = tl.where(new_best == float("-inf"), 0.0, new_best)
-            shrink, share = tl.exp2(best - safe_best), tl.exp2(lse - safe_best)
-            total = total * shrink + share
-            output = output * shrink[:, None] + part_output * share[:, None]
-            best = new_best
+    last = SPLITS == 1
+    if MEET:
+        count = tl.atomic_add(arrivals + at, 0, mask=inside, sem="acquire")
+        last = tl.min(tl.where(inside, count, PREFIX_STATES), axis=0) == PREFIX_STATES
+        tl.debug_barrier()
+    if last:
+        best, total, output = _merge(
+            state_output, state_lse, at, inside, d, best, total, output, PREFIX_STATES, stride, D
+        )
 
     row_table = table + row * table_stride
     k_at = k_pages + kv_head * (PAGE * D) + n[None, :] * D + d[:, None]
     v_at = v_pages + kv_head * (PAGE * D) + n[:, None] * D + d[None, :]
     last_page = tl.maximum(end - 1, 0) // PAGE
-    page = tl.load(row_table + start // PAGE)
+    page = tl.load(row_table + tl.minimum(start // PAGE, last_page))
     for first in range(start, end, BLOCK_N):
         offset = page.to(tl.int64) * (K * PAGE * D) + (first % PAGE) * D
         # The next page's number is fetched one block ahead: as a load that the keys' load depends
@@ -160,29 +249,27 @@ def suffix_kernel(
         valid = first + n < end
         key = tl.load(k_at + offset, mask=valid[None, :] & (d < D)[:, None], other=0.0)
         value = tl.load(v_at + offset, mask=valid[:, None] & (d < D)[None, :], other=0.0)
-        score = tl.dot(query, key, input_precision="ieee") * scale
-        score = tl.where(valid[None, :], score, float("-inf"))
-        new_best = tl.maximum(best, tl.max(score, axis=1))
-        weight = tl.exp2(score - new_best[:, None])
-        shrink = tl.exp2(best - new_best)
-        total = total * shrink + tl.sum(weight, axis=1)
-        output = output * shrink[:, None]
-        output = tl.dot(weight.to(value.dtype), value, output, input_precision="ieee")
-        best = new_best
+        best, total, output = _attend(query, key, value, valid, scale, best, total, output, True)
 
-    some = total > 0
-    output = output / tl.where(some, total, 1.0)[:, None]
-    if SPLITS == 1:
+    lse, output = _finish(best, total, output)
+    if last:
         tl.store(out + q_at, output.to(out.dtype.element_ty), mask=q_inside)
+        if MEET:
+            tl.store(arrivals + at, 0, mask=inside)
     else:
-        lse = tl.where(some, best + tl.log2(total), float("-inf"))
-        state = (PREFIX_STATES + split) * num_rows.to(tl.int64) * H
-        tl.store(state_output + state * D + q_at, output, mask=q_inside)
-        tl.store(state_lse + state + row * H + head, lse, mask=g < G)
+        part_at = (PREFIX_STATES + split) * stride
+        state = output.to(state_output.dtype.element_ty)
+        tl.store(state_output + part_at * D + q_at, state, mask=q_inside)
+        tl.store(state_lse + part_at + at, lse, mask=inside)
+        if MEET:
+            _arrive(
+                state_output, state_lse, arrivals, out, at, inside, d, PREFIX_STATES + 1, stride, D
+            )
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def combine_kernel(
+    length,
     state_output,
     state_lse,
     out,
@@ -190,16 +277,22 @@ def combine_kernel(
     H: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
-    STATES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PREFIX_STATES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
     STATES_PAD: tl.constexpr,
 ):
     query = tl.program_id(0).to(tl.int64)  # row * H + head
     part = tl.arange(0, STATES_PAD)
     d = tl.arange(0, D_PAD)
+    blocks = tl.cdiv(tl.load(length), BLOCK_N)
+    used = tl.cdiv(blocks, tl.maximum(tl.cdiv(blocks, SPLITS), MIN_BLOCKS))
+    there = part < PREFIX_STATES + tl.maximum(used, 1)
     at = part.to(tl.int64) * num_rows * H + query
-    lse = tl.load(state_lse + at, mask=part < STATES, other=float("-inf"))
+    lse = tl.load(state_lse + at, mask=there, other=float("-inf"))
     share = tl.exp2(lse - tl.max(lse, axis=0))
-    inside = (part < STATES)[:, None] & (d < D)[None, :]
+    inside = there[:, None] & (d < D)[None, :]
     output = tl.load(state_output + at[:, None] * D + d[None, :], mask=inside, other=0.0)
-    merged = tl.sum(output * share[:, None], axis=0) / tl.sum(share, axis=0)
+    merged = tl.sum(output.to(tl.float32) * share[:, None], axis=0) / tl.sum(share, axis=0)
     tl.store(out + query * D + d, merged.to(out.dtype.element_ty), mask=d < D)

@@ -1,11 +1,12 @@
 """Sampling on the device without a sort: the rules of `engine/sampler.py`, fused with its writes.
 
-Fast path (top_k up to 256, or greedy), one pass over the logits: maxima of small groups; the k-th
-largest of them bounds the k-th logit from below, so only groups that reach the bound are read
-again; the few values in them above it are packed in vocabulary order, cut exactly, and drawn from.
-Rows with too many ties for the buffer, other settings of top_k, and top_p alone go through the
-whole-row kernel, which finds thresholds by radix descent, 16 at a time. Thresholds and draws are
-exact; weights are float32 exponentials summed in float64.
+One pass over the logits finds the maxima of small groups, and the sums of weights of larger chunks
+where the settings need them. Greedy, and sampling from everything, then read one group or chunk
+again. For top-k and top-p the k-th largest maximum bounds the k-th logit from below: only groups
+that reach it are read again, the few values above it are packed in vocabulary order, cut exactly,
+and drawn from. Rows whose values do not fit (ties, a wide nucleus) and top_k above 256 go through
+the whole-row kernel, which finds thresholds by radix descent. Thresholds and draws are exact;
+weights are float32 exponentials summed in float64.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from engine.kernels.sample_kernels import group_maxima_kernel, pick_kernel, whol
 from engine.sampler import SamplingParams
 
 MAX_FAST_TOP_K = 256
+NUCLEUS_VALUES = 256  # at the least, that top-p without top-k looks at before a whole row
 MAX_STOP_IDS = 16
 MIN_TEMPERATURE = 1e-30  # below it float32 quotients lose 0 / temperature
 ZERO_LOW_BITS = {torch.float32: 0, torch.float16: 12, torch.bfloat16: 16}  # multiples of 4
@@ -29,12 +31,12 @@ ZERO_LOW_BITS = {torch.float32: 0, torch.float16: 12, torch.bfloat16: 16}  # mul
 class SamplerTuning:
     """How the kernels are launched; measured by benchmarks/bench_kernels.py."""
 
-    maxima_elements: int = 4096
-    maxima_warps: int = 4
-    pick_tile: int = 16
-    pick_warps: int = 4
-    whole_block: int = 1024
-    whole_warps: int = 4
+    chunk: int = 4096  # logits of one program of the first pass
+    maxima_warps: int = 8
+    pick_tile: int = 8
+    pick_warps: int = 2
+    whole_block: int = 2048
+    whole_warps: int = 8
 
 
 class DeviceSampler:
@@ -54,24 +56,34 @@ class DeviceSampler:
         self.params, self.vocab_size = params, vocab_size
         self.tuning = tuning or SamplerTuning()
         self.top_k = params.effective_top_k(vocab_size)
-        self.greedy = params.temperature == 0
         self.group = 64 if vocab_size <= 1 << 16 else 128
         self.num_groups = triton.cdiv(vocab_size, self.group)
-        few = 0 < self.top_k <= min(MAX_FAST_TOP_K, self.num_groups)
-        self.fast = self.greedy or few
-        self.capacity = max(256, triton.next_power_of_2(4 * self.top_k)) if few else 16
+        self.num_chunks = triton.cdiv(vocab_size, self.tuning.chunk)
+        self.mode = self._mode()
+        self.bound_rank = NUCLEUS_VALUES if self.mode == "top-p" else self.top_k
+        self.capacity = max(256, triton.next_power_of_2(4 * self.bound_rank))
         padded = stop_ids + [-1] * (MAX_STOP_IDS - len(stop_ids))
         self.stop_ids = torch.tensor(padded, dtype=torch.int32, device=device)
 
         def empty(width: int, dtype: torch.dtype) -> Tensor:
             return torch.empty((max_rows, width), dtype=dtype, device=device)
 
-        width = self.num_groups if self.fast else 0
-        self._group_max = empty(width, torch.float32)
-        self._kept_groups = empty(width, torch.int32)
-        self._values = empty(self.capacity if self.fast else 0, torch.float32)
-        self._ids = empty(self.capacity if self.fast else 0, torch.int32)
+        packed = self.mode in ("top-k", "top-p")
+        self._group_max = empty(self.num_groups, torch.float32)
+        self._chunk_max = empty(self.num_chunks, torch.float32)
+        self._chunk_sum = empty(self.num_chunks, torch.float32)
+        self._kept_groups = empty(self.num_groups if packed else 0, torch.int32)
+        self._values = empty(self.capacity if packed else 0, torch.float32)
+        self._ids = empty(self.capacity if packed else 0, torch.int32)
         self._whole_row = empty(1, torch.uint8)
+
+    def _mode(self) -> str:
+        """What the pick kernel does after the first pass; "rows" leaves it all to whole rows."""
+        if self.params.temperature == 0:
+            return "greedy"
+        if self.top_k:
+            return "top-k" if self.top_k <= min(MAX_FAST_TOP_K, self.num_groups) else "rows"
+        return "top-p" if self.params.top_p < 1.0 else "all"
 
     def __call__(
         self,
@@ -93,8 +105,6 @@ class DeviceSampler:
         rows, vocab = logits.shape
         assert vocab == self.vocab_size and logits.stride(1) == 1, "logits of another shape"
         assert rows <= len(self._whole_row), "more rows than the workspace has"
-        low_bits = ZERO_LOW_BITS[logits.dtype]
-        temperature = max(self.params.temperature, MIN_TEMPERATURE)
         writes = (
             stream_key,
             candidates,
@@ -107,57 +117,73 @@ class DeviceSampler:
             bad.view(torch.uint8),
             self.stop_ids,
         )
-        if self.fast:
-            groups = self.tuning.maxima_elements // self.group
-            programs = triton.cdiv(self.num_groups, groups)
-            group_maxima_kernel[(rows * programs,)](
-                logits,
-                logits.stride(0),
-                self._group_max,
-                vocab,
-                self.num_groups,
-                programs,
-                GROUP=self.group,
-                GROUPS=groups,
-                num_warps=self.tuning.maxima_warps,
-            )
-            pick_kernel[(rows,)](
-                logits,
-                logits.stride(0),
-                self._group_max,
-                self._kept_groups,
-                self._values,
-                self._ids,
-                self._whole_row,
-                *writes,
-                vocab,
-                self.num_groups,
-                self.top_k,
-                temperature,
-                GREEDY=self.greedy,
-                TOP_P=self.params.top_p,
-                LOW_BITS=low_bits,
-                GROUP=self.group,
-                GROUPS_PAD=triton.next_power_of_2(self.num_groups),
-                TILE=self.tuning.pick_tile,
-                CAPACITY=self.capacity,
-                STOPS=MAX_STOP_IDS,
-                num_warps=self.tuning.pick_warps,
-            )
-        if not self.greedy:
-            whole_row_kernel[(rows,)](
-                logits,
-                logits.stride(0),
-                self._whole_row,
-                *writes,
-                vocab,
-                self.top_k,
-                temperature,
-                FLAGGED=self.fast,
-                TOP_K=self.top_k > 0,
-                TOP_P=self.params.top_p,
-                LOW_BITS=low_bits,
-                BLOCK=self.tuning.whole_block,
-                STOPS=MAX_STOP_IDS,
-                num_warps=self.tuning.whole_warps,
-            )
+        if self.mode != "rows":
+            self._launch_pick(logits, writes)
+        if self.mode not in ("greedy", "all"):
+            self._launch_whole_rows(logits, writes)
+
+    def _launch_pick(self, logits: Tensor, writes: tuple) -> None:
+        rows, vocab = logits.shape
+        temperature = max(self.params.temperature, MIN_TEMPERATURE)
+        group_maxima_kernel[(rows * self.num_chunks,)](
+            logits,
+            logits.stride(0),
+            self._group_max,
+            self._chunk_max,
+            self._chunk_sum,
+            vocab,
+            self.num_groups,
+            self.num_chunks,
+            temperature,
+            MASS=self.mode in ("top-p", "all"),
+            GROUP=self.group,
+            GROUPS=self.tuning.chunk // self.group,
+            num_warps=self.tuning.maxima_warps,
+        )
+        pick_kernel[(rows,)](
+            logits,
+            logits.stride(0),
+            self._group_max,
+            self._chunk_max,
+            self._chunk_sum,
+            self._kept_groups,
+            self._values,
+            self._ids,
+            self._whole_row,
+            *writes,
+            vocab,
+            self.num_groups,
+            self.num_chunks,
+            self.bound_rank,
+            temperature,
+            MODE=self.mode,
+            TOP_P=self.params.top_p,
+            LOW_BITS=ZERO_LOW_BITS[logits.dtype],
+            GROUP=self.group,
+            GROUPS_PAD=triton.next_power_of_2(self.num_groups),
+            CHUNK=self.tuning.chunk,
+            CHUNKS_PAD=max(2, triton.next_power_of_2(self.num_chunks)),
+            TILE=self.tuning.pick_tile,
+            CAPACITY=self.capacity,
+            STOPS=MAX_STOP_IDS,
+            num_warps=self.tuning.pick_warps,
+        )
+
+    def _launch_whole_rows(self, logits: Tensor, writes: tuple) -> None:
+        rows, vocab = logits.shape
+        whole_row_kernel[(rows,)](
+            logits,
+            logits.stride(0),
+            self._whole_row,
+            *writes,
+            vocab,
+            self.top_k,
+            max(self.params.temperature, MIN_TEMPERATURE),
+            FLAGGED=self.mode != "rows",
+            TOP_K=self.top_k > 0,
+            TOP_P=self.params.top_p,
+            LOW_BITS=ZERO_LOW_BITS[logits.dtype],
+            BLOCK=self.tuning.whole_block,
+            STOPS=MAX_STOP_IDS,
+            num_warps=self.tuning.whole_warps,
+        )

@@ -108,18 +108,41 @@ def group_maxima_kernel(
     logits,
     logits_stride,
     group_max,
+    chunk_max,
+    chunk_sum,
     vocab,
     num_groups,
-    programs_per_row,
+    num_chunks,
+    temperature,
+    MASS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    row = (tl.program_id(0) // programs_per_row).to(tl.int64)
-    group = (tl.program_id(0) % programs_per_row) * GROUPS + tl.arange(0, GROUPS)
-    token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    x = tl.load(logits + row * logits_stride + token, mask=token < vocab, other=float("-inf"))
-    largest = tl.max(_clean(x), axis=1)
+    """Maxima of a chunk's groups; with MASS also its maximum and its sum of weights."""
+    row = (tl.program_id(0) // num_chunks).to(tl.int64)
+    chunk = tl.program_id(0) % num_chunks
+    group = chunk * GROUPS + tl.arange(0, GROUPS)
+    ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x = _load(logits + row * logits_stride, ids, vocab)
+    largest = tl.max(x, axis=1)
     tl.store(group_max + row * num_groups + group, largest, mask=group < num_groups)
+    if MASS:
+        best = tl.max(largest, axis=0)
+        weight = tl.exp((x - tl.where(best == float("-inf"), 0.0, best)) / temperature)
+        tl.store(chunk_max + row * num_chunks + chunk, best)
+        tl.store(chunk_sum + row * num_chunks + chunk, tl.sum(tl.sum(weight, axis=1), axis=0))
+
+
+@triton.jit
+def _chunk_masses(
+    chunk_max, chunk_sum, row, num_chunks, best, temperature, CHUNKS_PAD: tl.constexpr
+):
+    """float64 weights of a row's chunks, relative to the row's maximum."""
+    chunk = tl.arange(0, CHUNKS_PAD)
+    there = chunk < num_chunks
+    largest = tl.load(chunk_max + row * num_chunks + chunk, mask=there, other=float("-inf"))
+    total = tl.load(chunk_sum + row * num_chunks + chunk, mask=there, other=0.0)
+    return (total * tl.exp((largest - best) / temperature)).to(tl.float64)
 
 
 @triton.jit
@@ -127,6 +150,8 @@ def pick_kernel(
     logits,
     logits_stride,
     group_max,
+    chunk_max,
+    chunk_sum,
     kept_groups,
     kept_values,
     kept_ids,
@@ -143,13 +168,16 @@ def pick_kernel(
     stop_ids,
     vocab,
     num_groups,
+    num_chunks,
     k,
     temperature,
-    GREEDY: tl.constexpr,
+    MODE: tl.constexpr,
     TOP_P: tl.constexpr,
     LOW_BITS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS_PAD: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS_PAD: tl.constexpr,
     TILE: tl.constexpr,
     CAPACITY: tl.constexpr,
     STOPS: tl.constexpr,
@@ -165,11 +193,20 @@ def pick_kernel(
     in_group = tl.arange(0, GROUP)
     fits = True
     token = tl.full([], 0, tl.int32)
-    if GREEDY:
+    if MODE == "greedy":
         first_group = tl.min(tl.where(largest == best, group, GROUPS_PAD), axis=0)
         ids = first_group * GROUP + in_group
         x = _load(row_logits, ids, vocab)
         token = tl.min(tl.where(x == best, ids, vocab), axis=0)
+    elif MODE == "all":
+        u = _uniform(stream_key, tl.load(candidates + row), tl.load(step_at))
+        mass = _chunk_masses(chunk_max, chunk_sum, row, num_chunks, best, temperature, CHUNKS_PAD)
+        target = u * tl.sum(mass, axis=0)
+        chunk = _first_past(mass, 0.0, target, CHUNKS_PAD)
+        before = tl.sum(tl.where(tl.arange(0, CHUNKS_PAD) < chunk, mass, 0.0), axis=0)
+        x = _load(row_logits, chunk * CHUNK + tl.arange(0, CHUNK), vocab)
+        weight = tl.exp((x - best) / temperature).to(tl.float64)
+        token = chunk * CHUNK + _first_past(weight, before, target, CHUNK)
     else:
         image = _image(largest)
         bound = _kth_largest(image, k, LOW_BITS)
@@ -199,22 +236,34 @@ def pick_kernel(
             count += tl.sum(per_group, axis=0)
         tl.debug_barrier()
 
-        fits = (count <= CAPACITY) | is_bad
+        fits = count <= CAPACITY
         place = tl.arange(0, CAPACITY)
         there = (place < count) & (is_bad == 0)
         value = tl.load(kept_values + row * CAPACITY + place, mask=there, other=float("-inf"))
         value_ids = tl.load(kept_ids + row * CAPACITY + place, mask=there, other=0)
         value_image = _image(value)
-        there = there & (value_image >= _kth_largest(value_image, k, LOW_BITS))
+        if MODE == "top-k":
+            there = there & (value_image >= _kth_largest(value_image, k, LOW_BITS))
         weight = tl.where(there, tl.exp((value - best) / temperature), 0.0).to(tl.float64)
+        total = tl.sum(weight, axis=0)
         if TOP_P < 1.0:
-            needed = tl.sum(weight, axis=0) * TOP_P
+            needed = total * TOP_P
+            if MODE == "top-p":  # of everything; the values at hand must hold the share
+                needed = TOP_P * tl.sum(
+                    _chunk_masses(
+                        chunk_max, chunk_sum, row, num_chunks, best, temperature, CHUNKS_PAD
+                    ),
+                    axis=0,
+                )
+                fits = fits & (total >= needed)
             threshold = _top_p_threshold(value_image, weight, needed, LOW_BITS)
             weight = tl.where((value_image >= threshold) | (value == best), weight, 0.0)
+            total = tl.sum(weight, axis=0)
+        fits = fits | is_bad
         u = _uniform(stream_key, tl.load(candidates + row), tl.load(step_at))
-        index = _first_past(weight, 0.0, u * tl.sum(weight, axis=0), CAPACITY)
+        index = _first_past(weight, 0.0, u * total, CAPACITY)
         token = tl.sum(tl.where(place == index, value_ids, 0), axis=0)
-    tl.store(whole_row + row, (fits == 0).to(tl.uint8))
+        tl.store(whole_row + row, (fits == 0).to(tl.uint8))
     if fits:
         column = tl.load(column_at)
         _write(
@@ -257,6 +306,7 @@ def whole_row_kernel(
     BLOCK: tl.constexpr,
     STOPS: tl.constexpr,
 ):
+    """One program a row, any setting: two bits of a threshold with each pass over the logits."""
     row = tl.program_id(0).to(tl.int64)
     if FLAGGED:  # noqa: SIM102 (decided by the compiler)
         if tl.load(whole_row + row) == 0:
@@ -264,76 +314,76 @@ def whole_row_kernel(
     row_logits = logits + row * logits_stride
     offset = tl.arange(0, BLOCK)
     largest = tl.full([BLOCK], float("-inf"), tl.float32)
-    for first in range(0, vocab, BLOCK):
-        ids = first + offset
-        x = _load(row_logits, ids, vocab)
-        largest = tl.maximum(largest, x)
+    for first in tl.range(0, vocab, BLOCK, num_stages=3):
+        largest = tl.maximum(largest, _load(row_logits, first + offset, vocab))
     best = tl.max(largest, axis=0)
     is_bad = (best == float("inf")) | (best == float("-inf"))
-    safe_best = tl.where(is_bad, 0.0, best)
+    best = tl.where(is_bad, 0.0, best)
 
-    digit = tl.arange(0, 16).to(tl.uint32)
     threshold = tl.full([], 0, tl.uint32)
     if TOP_K:
-        for level in tl.static_range((32 - LOW_BITS) // 4):
-            tried = threshold + (digit << (28 - 4 * level))
-            counts = tl.zeros([16], tl.int32)
-            for first in range(0, vocab, BLOCK):
+        for level in tl.static_range((32 - LOW_BITS) // 2):
+            bit = tl.full([], 1 << (30 - 2 * level), tl.uint32)
+            count1 = tl.zeros([BLOCK], tl.int32)
+            count2 = tl.zeros([BLOCK], tl.int32)
+            count3 = tl.zeros([BLOCK], tl.int32)
+            for first in tl.range(0, vocab, BLOCK, num_stages=3):
                 ids = first + offset
-                x = _load(row_logits, ids, vocab)
-                reached = (_image(x)[:, None] >= tried[None, :]) & (ids < vocab)[:, None]
-                counts += tl.sum(reached.to(tl.int32), axis=0)
-            chosen = tl.max(tl.where(counts >= k, digit.to(tl.int32), 0), axis=0)
-            threshold += chosen.to(tl.uint32) << (28 - 4 * level)
-
-    total = tl.full([], 0.0, tl.float64)
-    for first in range(0, vocab, BLOCK):
-        ids = first + offset
-        x = _load(row_logits, ids, vocab)
-        weight = _weight(x, threshold, safe_best, temperature)
-        total += tl.sum(weight, axis=0)
+                image = tl.where(ids < vocab, _image(_load(row_logits, ids, vocab)), 0)
+                count1 += (image >= threshold + bit).to(tl.int32)
+                count2 += (image >= threshold + 2 * bit).to(tl.int32)
+                count3 += (image >= threshold + 3 * bit).to(tl.int32)
+            reached = (tl.sum(count1, axis=0) >= k).to(tl.uint32)
+            reached += (tl.sum(count2, axis=0) >= k).to(tl.uint32)
+            reached += (tl.sum(count3, axis=0) >= k).to(tl.uint32)
+            threshold += reached * bit
 
     if TOP_P < 1.0:
-        needed = total * TOP_P
+        masses = tl.zeros([BLOCK], tl.float64)
+        for first in tl.range(0, vocab, BLOCK, num_stages=3):
+            x = _load(row_logits, first + offset, vocab)
+            masses += _weight(x, threshold, best, temperature)
+        needed = tl.sum(masses, axis=0) * TOP_P
         p_threshold = tl.full([], 0, tl.uint32)
-        for level in tl.static_range((32 - LOW_BITS) // 4):
-            tried = p_threshold + (digit << (28 - 4 * level))
-            masses = tl.zeros([16], tl.float64)
-            for first in range(0, vocab, BLOCK):
-                ids = first + offset
-                x = _load(row_logits, ids, vocab)
-                weight = _weight(x, threshold, safe_best, temperature)
-                reached = _image(x)[:, None] >= tried[None, :]
-                weight = tl.where(reached, weight[:, None], 0.0)
-                masses += tl.sum(weight, axis=0)
-            enough = (masses >= needed) | (digit == 0)
-            chosen = tl.max(tl.where(enough, digit.to(tl.int32), 0), axis=0)
-            p_threshold += chosen.to(tl.uint32) << (28 - 4 * level)
-        threshold = tl.minimum(tl.maximum(threshold, p_threshold), _image(safe_best))
-        total = tl.full([], 0.0, tl.float64)
-        for first in range(0, vocab, BLOCK):
-            ids = first + offset
-            x = _load(row_logits, ids, vocab)
-            weight = _weight(x, threshold, safe_best, temperature)
-            total += tl.sum(weight, axis=0)
+        for level in tl.static_range((32 - LOW_BITS) // 2):
+            bit = tl.full([], 1 << (30 - 2 * level), tl.uint32)
+            mass1 = tl.zeros([BLOCK], tl.float64)
+            mass2 = tl.zeros([BLOCK], tl.float64)
+            mass3 = tl.zeros([BLOCK], tl.float64)
+            for first in tl.range(0, vocab, BLOCK, num_stages=3):
+                x = _load(row_logits, first + offset, vocab)
+                image, weight = _image(x), _weight(x, threshold, best, temperature)
+                mass1 += tl.where(image >= p_threshold + bit, weight, 0.0)
+                mass2 += tl.where(image >= p_threshold + 2 * bit, weight, 0.0)
+                mass3 += tl.where(image >= p_threshold + 3 * bit, weight, 0.0)
+            reached = (tl.sum(mass1, axis=0) >= needed).to(tl.uint32)
+            reached += (tl.sum(mass2, axis=0) >= needed).to(tl.uint32)
+            reached += (tl.sum(mass3, axis=0) >= needed).to(tl.uint32)
+            p_threshold += reached * bit
+        threshold = tl.minimum(tl.maximum(threshold, p_threshold), _image(best))
 
-    target = total * _uniform(stream_key, tl.load(candidates + row), tl.load(step_at))
+    masses = tl.zeros([BLOCK], tl.float64)
+    for first in tl.range(0, vocab, BLOCK, num_stages=3):
+        x = _load(row_logits, first + offset, vocab)
+        masses += _weight(x, threshold, best, temperature)
+    target = _uniform(stream_key, tl.load(candidates + row), tl.load(step_at))
+    target = target * tl.sum(masses, axis=0)
     running = tl.full([], 0.0, tl.float64)
     before = tl.full([], 0.0, tl.float64)
     block = tl.full([], -1, tl.int32)
-    for first in range(0, vocab, BLOCK):
-        ids = first + offset
-        x = _load(row_logits, ids, vocab)
-        weight = _weight(x, threshold, safe_best, temperature)
-        passed = running + tl.sum(weight, axis=0)
-        here = (block < 0) & (passed > target)
+    last_block = tl.full([], 0, tl.int32)
+    for first in tl.range(0, vocab, BLOCK, num_stages=3):
+        x = _load(row_logits, first + offset, vocab)
+        mass = tl.sum(_weight(x, threshold, best, temperature), axis=0)
+        here = (block < 0) & (running + mass > target)
         before = tl.where(here, running, before)
         block = tl.where(here, first, block)
-        running = passed
-    block = tl.maximum(block, 0)
-    ids = block + offset
-    x = _load(row_logits, ids, vocab)
-    weight = _weight(x, threshold, safe_best, temperature)
+        last_block = tl.where(mass > 0, first, last_block)
+        running += mass
+    block = tl.where(
+        block < 0, last_block, block
+    )  # rounding can leave the target just past the end
+    weight = _weight(_load(row_logits, block + offset, vocab), threshold, best, temperature)
     token = block + _first_past(weight, before, target, BLOCK)
     column = tl.load(column_at)
     _write(
