@@ -44,7 +44,7 @@ class Verdict:
 
     alpha: float
     correlation: float  # rho
-    finished: bool  # end now
+    ends: bool  # more tokens are not expected to change the winner
 
 
 @dataclass(slots=True)

@@ -25,6 +25,9 @@ class Reward(Protocol):
     def reset_counter(self) -> None:
         """Count the tokens read from zero."""
 
+    def fixed_tokens(self) -> tuple[int, int]:
+        """Tokens read once a prompt, and those read behind each answer each time it is scored."""
+
     def begin(self, prompt: str) -> None:
         """Start on a prompt; forgets the last one's candidates."""
 

@@ -33,6 +33,9 @@ class FunctionReward:
     def reset_counter(self) -> None:
         pass
 
+    def fixed_tokens(self) -> tuple[int, int]:
+        return 0, 0
+
     def begin(self, prompt: str) -> None:
         self._prompt = prompt
 

@@ -43,6 +43,19 @@ class ModelReward:
     def kv_bytes(self) -> int:
         return self.reader.cache.used_bytes
 
+    @property
+    def hidden_size(self) -> int:
+        return self.reader.model.config.hidden_size
+
+    def last_hidden_states(self) -> np.ndarray:
+        """`[candidates, hidden]` float32, in the order of the last call of `score`."""
+        assert self.last_hidden is not None, "score() comes first"
+        return self.last_hidden.float().cpu().numpy()
+
+    def fixed_tokens(self) -> tuple[int, int]:
+        """Tokens read once a prompt, and those behind each answer each time."""
+        return len(self._prompt_ids), len(self.chat.after_ids)
+
     def begin(self, prompt: str) -> None:
         self._prompt = prompt
         self._prompt_ids = np.asarray(self.chat.prompt_ids(prompt), dtype=np.int64)
@@ -105,6 +118,9 @@ class SelfReward:
     @property
     def kv_bytes(self) -> int:
         return self.likelihood.reader.cache.used_bytes
+
+    def fixed_tokens(self) -> tuple[int, int]:
+        return len(self._prompt_ids), 0
 
     def begin(self, prompt: str) -> None:
         self._prompt_ids = np.asarray(self._encode(prompt), dtype=np.int64)

@@ -1,9 +1,9 @@
 """The hidden states of a run, beside its JSON files: what value heads are fitted from.
 
-One file a prompt and object of the JSON list, `<the JSON's name without .json>.hidden.<n>.safetensors`:
-for every text that was scored its candidate, round, length in answer tokens, whether it was
-finished, its score, and the reward model's last hidden state as float16. It is written before the
-JSON, so a prompt that is done has its states. Numpy only.
+One file a prompt and object of the JSON list, `<name of the JSON file>.hidden.<n>.safetensors`: of
+every text that was scored its candidate, round, length in answer tokens, whether it was finished,
+its score, and the reward model's last hidden state as float16. It is written before the JSON, so a
+prompt that is done has its states. Numpy only.
 """
 
 from __future__ import annotations

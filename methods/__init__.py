@@ -1,0 +1,1 @@
+"""How the candidates of one prompt are made: a method is a function of a `Session`."""
