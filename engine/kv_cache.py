@@ -7,7 +7,7 @@ page is free, or its reference count is the number of table entries that name it
 Who owns what after rows a, b, c of 5 tokens (page size 4), then `select([2, 0, 0])`:
 
     before   a: 1 4      b: 2 5      c: 3 6          free: 7 8 ...
-    after    c: 3 6      a: 1 4      a': 1 7         free: 2 5 8 ...    (page 7 is a copy of 4)
+    after    c: 3 6      a: 1 4      a': 1 5         free: 2 7 8 ...    (page 5 is a copy of 4)
 
 Page 0 is never owned: rows that pad a batch point at it.
 """
@@ -167,8 +167,10 @@ class PagedKV:
         """Make row i of the new batch the old row `rows[i]`: drops, reorders and forks at once.
 
         A row named twice is forked: whole pages are shared, the last partial page is copied.
+        Raises OutOfPages, with nothing changed, where there is no room for the forks.
         """
         rows = np.asarray(rows, dtype=np.int64)
+        self._check_room(rows)
         old_lengths = self.lengths
         counts = np.bincount(rows, minlength=len(old_lengths))
         old_pages = self.pages_of(old_lengths)
@@ -185,11 +187,25 @@ class PagedKV:
         self.table[len(rows) : len(old_lengths)] = PADDING_PAGE
 
     def scrub(self, rows: np.ndarray) -> None:
-        """Zero the pages of rows that hold NaN: a masked key of weight 0 would still spread it."""
-        pages = self._owned(rows, self.pages_of(self.lengths[rows]))
-        index = torch.from_numpy(np.unique(pages)).to(self.k.device, torch.int64)
+        """Zero the pages of rows that hold NaN: a masked key of weight 0 would still spread it.
+
+        Pages that other rows share are theirs, and were sound when they were shared.
+        """
+        owned = self._owned(rows, self.pages_of(self.lengths[rows]))
+        pages, counts = np.unique(owned, return_counts=True)
+        index = torch.from_numpy(pages[counts == self._refs[pages]])
+        index = index.to(self.k.device, torch.int64)
         for pool in (*self.k, *self.v):
             pool[index] = 0
+
+    def _check_room(self, rows: np.ndarray) -> None:
+        """Whether `select(rows)` has a table row for each and a page for each copy."""
+        if len(rows) > len(self._table):
+            raise OutOfPages(f"{len(rows)} rows, room for {len(self._table)}")
+        kept, counts = np.unique(rows, return_counts=True)
+        copies = int((counts - 1)[self.lengths[kept] % self.page_size > 0].sum())
+        if copies > self._num_free and copies > self.free_pages_keeping(kept):
+            raise OutOfPages(f"{copies} pages wanted for forks, {self._num_free} free")
 
     def _fork(self, rows: np.ndarray) -> None:
         """Give forked rows a share of their whole pages and a copy of the partial one."""

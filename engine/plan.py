@@ -96,7 +96,8 @@ def make_plan(
         share = _generator_share(generator, reward, page_size)
         keep, why = _choose(generator, reward, share, alpha, max_answer_tokens, reward_cache)
     page_bytes = page_size * generator.token_bytes
-    pages = max(0, int(budget_bytes * (share if keep else 1.0))) // page_bytes
+    own_bytes = int(budget_bytes * share) if keep else budget_bytes
+    pages = max(0, own_bytes) // page_bytes
     needed = pages_for(max_answer_tokens, page_size)
     if pages < needed:
         # Without the reward's cache there may be room; the caller's choice is not overridden.
@@ -111,7 +112,7 @@ def make_plan(
     reward_pages = 0
     if keep:
         reward_bytes = REWARD_PAGE_SIZE * reward.token_bytes
-        reward_pages = (budget_bytes - pages * page_bytes) // reward_bytes
+        reward_pages = (budget_bytes - own_bytes) // reward_bytes
     return Plan(
         budget_bytes=budget_bytes,
         page_size=page_size,
