@@ -13,6 +13,7 @@ import dataclasses
 import json
 import math
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,7 +188,7 @@ def summarise(path: Path, objects: list[dict[str, Any]]) -> PromptResult:
     for index, item in enumerate(objects[1:], start=1):
         if differing := differences(settings, settings_of(item)):
             raise BadFile(f"{name}: objects 0 and {index} differ in {', '.join(differing)}")
-    seeds = tuple(process_seed(item, rank) for rank, item in enumerate(objects))
+    seeds = process_seeds(objects)
     known = [seed for seed in seeds if seed is not None]
     if len(set(known)) < len(known):
         raise BadFile(f"{name}: one process seed stands twice: {known[:16]}")
@@ -241,11 +242,16 @@ def phase_seconds(item: dict[str, Any], prefix: str) -> float:
     return sum(float(seconds) for phase, seconds in clock if phase.startswith(prefix))
 
 
-def process_seed(item: dict[str, Any], rank: int) -> int | None:
-    """The process seed; older files give it as seed + rank."""
-    if item.get("process_seed") is not None:
-        return item["process_seed"]
-    return item["seed"] + rank if item.get("seed") is not None else None
+def process_seeds(objects: list[dict[str, Any]]) -> tuple[int | None, ...]:
+    """Each object's process seed; where it lacks one, seed + rank among the objects of that seed."""
+    ranks: Counter[int] = Counter()
+    seeds: list[int | None] = []
+    for item in objects:
+        own, seed = item.get("process_seed"), item.get("seed")
+        seeds.append(own if own is not None else None if seed is None else seed + ranks[seed])
+        if seed is not None:
+            ranks[seed] += 1
+    return tuple(seeds)
 
 
 def settings_of(item: dict[str, Any]) -> dict[str, Any]:
