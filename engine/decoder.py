@@ -21,7 +21,7 @@ from engine.ops import Ops
 from engine.packing import pack
 from engine.stepper import ROW_MULTIPLE, EagerStepper, Sampler, Stepper, padded
 
-PREFILL_CHUNK = 8192  # prompt tokens in one forward pass
+PREFILL_CHUNK = 8192
 
 
 class Decoder:
@@ -38,12 +38,15 @@ class Decoder:
         max_rows: int,
         look_every: int = 1,
         ignore_stop: bool = False,
+        max_rows_at_once: int = 4096,
         stepper: type[Stepper] = EagerStepper,
     ) -> None:
         self.model, self.ops, self.cache, self.sampler = model, ops, cache, sampler
         self.stop_ids = np.asarray([] if ignore_stop else sorted(set(stop_ids)), dtype=np.int64)
         self.look_every = look_every
-        self.chunk = Chunk("rows", padded(max_rows))
+        size = padded(min(max_rows, max_rows_at_once))
+        self.chunk = Chunk("rows", size, smallest=ROW_MULTIPLE)
+        self.prompt_chunk = prompt_chunk()
         self.state = DecodeState.allocate(cache, padded(max_rows), look_every)
         self.stepper = stepper(model, ops, self.state, sampler, self.chunk)
         self.live: list[Candidate] = []
@@ -59,7 +62,7 @@ class Decoder:
         if not len(prompt_ids):
             raise ValueError("the prompt has no tokens")
         self.cache.clear()
-        hidden = prefill(self.model, self.ops, self.cache, prompt_ids)
+        hidden = prefill(self.model, self.ops, self.cache, prompt_ids, self.prompt_chunk)
         self.state.begin(len(prompt_ids), stream_key)
         self._prompt_hidden = hidden[-1:]
         self._add_first_tokens(candidates)
@@ -94,11 +97,18 @@ class Decoder:
         self.length = 0
         self._sampled = np.zeros((count, 64), dtype=np.int32)
         self._load_candidates()
-        logits = self.model.logits(self._prompt_hidden.expand(ROW_MULTIPLE, -1))[:1]
-        self.sampler(logits.expand(count, -1), self.state, slice(0, count))
+        self.chunk.retrying(self._sample_first, padded(count))
         self.state.after_step()
         self.state.count_on_host()
         self._look(1)
+
+    def _sample_first(self) -> None:
+        """All rows share the logits behind the prompt."""
+        logits = self.model.logits(self._prompt_hidden.expand(ROW_MULTIPLE, -1))[:1]
+        count, size = len(self.live), padded(self.chunk.size)
+        for first in range(0, count, size):
+            rows = slice(first, min(first + size, count))
+            self.sampler(logits.expand(rows.stop - first, -1), self.state, rows)
 
     def _load_candidates(self) -> None:
         indices = torch.tensor([c.index for c in self.live], dtype=torch.int64)
@@ -232,14 +242,24 @@ class Decoder:
         self.finished.append(candidate)
 
 
+def prompt_chunk() -> Chunk:
+    """Prompt tokens in one forward pass."""
+    return Chunk("prompt tokens", PREFILL_CHUNK)
+
+
 @torch.inference_mode()
 def prefill(
-    model: Transformer, ops: Ops, cache: PagedKV, prompt_ids: Sequence[int]
+    model: Transformer, ops: Ops, cache: PagedKV, prompt_ids: Sequence[int], chunk: Chunk
 ) -> torch.Tensor:
     """Compute the prompt's KV into the cache's prompt buffer; returns `[prompt, hidden]`."""
     ids = torch.as_tensor(np.asarray(prompt_ids, dtype=np.int64)).to(model.device)
-    hidden = []
-    for chunk in ids.split(PREFILL_CHUNK):
-        hidden.append(model.extend(ops, chunk, pack(cache, [len(chunk)], to_prompt=True)))
-        cache.prompt_len += len(chunk)
+    hidden: list[torch.Tensor] = []
+
+    def forward() -> None:
+        part = ids[cache.prompt_len : cache.prompt_len + chunk.size]
+        hidden.append(model.extend(ops, part, pack(cache, [len(part)], to_prompt=True)))
+
+    while cache.prompt_len < len(ids):
+        chunk.retrying(forward, len(ids) - cache.prompt_len)
+        cache.prompt_len += len(hidden[-1])
     return torch.cat(hidden)

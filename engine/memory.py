@@ -23,20 +23,23 @@ class Chunk:
     what: str
     size: int
     num_splits: int = 0  # how often memory ran out: recorded in the JSON
+    smallest: int = 1
 
-    def retrying(self, work: Callable[[], None]) -> None:
+    def retrying(self, work: Callable[[], None], wanted: int | None = None) -> None:
         """Run `work`, which reads `size`; on running out of memory halve it and run again.
 
-        `work` must be safe to run again from its start. With a size of one the error is raised.
+        `work` must be safe to run again from its start, and takes `wanted` at the most. At the
+        smallest size the error is raised.
         """
         while True:
             try:
                 return work()
             except torch.OutOfMemoryError:
-                if self.size <= 1:
+                old = min(self.size, wanted or self.size)
+                if old <= self.smallest:
                     raise
                 self.num_splits += 1
-                old, self.size = self.size, max(1, self.size // 2)
+                self.size = max(self.smallest, old // 2)
             logger.warning("out of memory: %s at once from %d to %d", self.what, old, self.size)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

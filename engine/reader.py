@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.decoder import prefill
+from engine.decoder import prefill, prompt_chunk
 from engine.kv_cache import PagedKV
 from engine.memory import Chunk
 from engine.model import Transformer
@@ -54,6 +54,7 @@ class Reader:
     ) -> None:
         self.model, self.ops, self.cache, self.keep = model, ops, cache, keep
         self.chunk = Chunk("tokens of the reward model", chunk_tokens)
+        self.prompt_chunk = prompt_chunk()
         self.tokens_read = 0
         self._prompt = np.zeros(0, dtype=np.int64)
         self._rows: list[Key] = []  # row i of the cache belongs to _rows[i]
@@ -67,7 +68,7 @@ class Reader:
         self.forget()
         self.cache.prompt_len = 0
         self._prompt = np.asarray(prompt_ids, dtype=np.int64)
-        hidden = prefill(self.model, self.ops, self.cache, self._prompt)
+        hidden = prefill(self.model, self.ops, self.cache, self._prompt, self.prompt_chunk)
         self.tokens_read += len(self._prompt)
         return hidden
 
@@ -189,14 +190,18 @@ class Reader:
             batch[:] = self._next_batch(pending)
             self._read_batch(batch, out, on_chunk)
 
-        self.chunk.retrying(forward)
+        self.chunk.retrying(forward, sum(map(self._cost, pending)))
         return batch
+
+    def _cost(self, item: Item) -> int:
+        """The item's share of a chunk, in new tokens."""
+        return item.num_new + (self.cache.prompt_len + len(item.ids)) // KEYS_PER_TOKEN
 
     def _next_batch(self, pending: list[Item]) -> list[Item]:
         """As many of the pending as the chunk holds, at least one."""
         total, count = 0, 0
         for item in pending:
-            total += item.num_new + (self.cache.prompt_len + len(item.ids)) // KEYS_PER_TOKEN
+            total += self._cost(item)
             if count and (total > self.chunk.size or item.kept != pending[0].kept):
                 break
             count += 1

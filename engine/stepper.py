@@ -60,7 +60,7 @@ class EagerStepper:
         for _ in range(steps):
             self.state.host_length += 1
             self.state.before_step()
-            self.chunk.retrying(lambda: self._forward(padded(num_rows)))
+            self.chunk.retrying(lambda: self._forward(padded(num_rows)), padded(num_rows))
             self.state.after_step()
             self.state.count_on_host()
 
