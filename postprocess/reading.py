@@ -243,7 +243,7 @@ def phase_seconds(item: dict[str, Any], prefix: str) -> float:
 
 
 def process_seeds(objects: list[dict[str, Any]]) -> tuple[int | None, ...]:
-    """Each object's process seed; where it lacks one, seed + rank among the objects of that seed."""
+    """Each object's process seed; where it lacks one, seed + rank among objects of that seed."""
     ranks: Counter[int] = Counter()
     seeds: list[int | None] = []
     for item in objects:

@@ -33,7 +33,7 @@ def prefer_longer(instruction: str, m: str, big_m: str) -> dict[str, float]:
 
 
 class JudgeServer:
-    """`with JudgeServer() as judge: ... judge.url ...`; `statuses` are HTTP errors to give first."""
+    """`with JudgeServer() as judge: judge.url`; `statuses` are HTTP errors to give first."""
 
     def __init__(self, rule: Rule = prefer_longer, statuses: tuple[int, ...] = ()) -> None:
         self.rule = rule

@@ -76,7 +76,7 @@ def make_archive(archive: Path) -> Path:
     Bo8            max S   min S   range   seconds (slowest process)
       prompt 1     4       0       4       12
       prompt 2     2       -2      4       8            sum 20 s x 2 GPUs = 40
-    Bo4            max 3 and 1: (3 - 4)/4 = (1 - 2)/4 = -.25, score 75; 10 s x 1 GPU: time .5, GPU .25
+    Bo4            max 3 and 1: (3 - 4)/4 = (1 - 2)/4 = -.25, score 75; 10 s x 1: time .5, GPU .25
     SpR .5         max 3.5 and 1.5: -.125 each, score 87.5; 3 + 2 s: time .25, GPU .125
     SpR .9         max 5 and 2: +.25 and 0, score 112.5; 4 + 6 s: time .5, GPU .25
     SpR .1         max 1 and -1: -.75 each, score 25; 2 + 2 s: time .2, GPU .1
