@@ -85,7 +85,8 @@ class TorchOps:
         self, model: Transformer, layer: int, qkv: torch.Tensor, packing: Packing
     ) -> torch.Tensor:
         q, k, v = self.split_and_rotate(model, layer, qkv, packing.positions)
-        k_all, v_all = self.store_and_gather(layer, k, v, packing)
+        self.store(layer, k, v, packing)
+        k_all, v_all = self.gather(layer, k, v, packing)
         return self.varlen_attention(q, k_all, v_all, packing).flatten(1)
 
     def split_and_rotate(
@@ -101,10 +102,8 @@ class TorchOps:
         cos, sin = model.cos[positions], model.sin[positions]
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
-    def store_and_gather(
-        self, layer: int, k: torch.Tensor, v: torch.Tensor, packing: Packing
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the new keys and values; return those that the sequences see, packed."""
+    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor, packing: Packing) -> None:
+        """Put the new keys and values where the packing says, if anywhere."""
         cache = packing.cache
         if packing.to_prompt:
             end = packing.prompt_len + len(k)
@@ -114,6 +113,12 @@ class TorchOps:
             pages, offsets = packing.new_slots
             cache.k[layer][pages, :, offsets] = k
             cache.v[layer][pages, :, offsets] = v
+
+    def gather(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, packing: Packing
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values that the sequences see, packed."""
+        cache = packing.cache
         if packing.keys is None:
             return k, v
         return (

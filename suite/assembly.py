@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import importlib.util
+import logging
 import platform
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +23,9 @@ from engine.ops import Ops, TorchOps
 from engine.plan import REWARD_EXTRA_TOKENS, REWARD_PAGE_SIZE, Plan, Side, make_plan
 from engine.reader import Reader
 from engine.sampler import SamplingParams
-from engine.stepper import TorchSampler, padded
+from engine.stepper import EagerStepper, Sampler, Stepper, TorchSampler, padded
 from engine.weights import load_model
+from engine.workspace import Workspace, measure_decode, measure_read
 from rewards.base import Reward
 from rewards.function_reward import FunctionReward, load_function
 from rewards.loading import RewardModel, load_reward_model
@@ -34,8 +37,11 @@ from suite.settings import Settings
 if TYPE_CHECKING:
     from suite.processes import Processes
 
+logger = logging.getLogger(__name__)
+
 PAGE_SIZE = {"cpu": 32, "cuda": 64}
 READ_CHUNK_TOKENS = {"cpu": 2048, "cuda": 32768}
+MAX_ROWS_AT_ONCE = 4096  # in one decode step's forward pass; more rows go in slices
 STEPS_BETWEEN_LOOKS = {"cpu": 1, "cuda": 16}
 CPU_KV_BYTES = 250_000_000  # on a CPU speed is the limit, not memory: a few hundred short rows
 CPU_SHARE = 0.25  # of the free memory, where that is less
@@ -84,18 +90,55 @@ def assemble(settings: Settings, processes: Processes) -> Assembly:
     model, _ = load_model(folder, dtype, device)
     judge = _load_judge(settings, dtype, device)
     ops = make_ops(device, dtype)
-    plan = _plan(settings, model, _reward_side(settings, chat, model, judge), device)
+    sampler = make_sampler(settings, model)
+    plan = _plan(settings, model, _reward_side(settings, chat, model, judge), ops, sampler)
     if processes.is_main:
         print(describe(plan, model), flush=True)
-    decoder = _decoder(settings, model, ops, plan, chat)
+    decoder = _decoder(settings, model, ops, sampler, plan, chat)
     reward, reader = _reward(settings, chat, decoder, judge, plan, ops)
-    chunks = [decoder.chunk] + ([reader.chunk] if reader else [])
+    readers = [decoder, reader] if reader else [decoder]
+    chunks = [chunk for each in readers for chunk in (each.chunk, each.prompt_chunk)]
     return Assembly(chat, decoder, reward, plan, device, chunks)
+
+
+def is_fast(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether our GPU kernels can run: an NVIDIA GPU, a 16-bit dtype, and Triton."""
+    if device.type != "cuda" or dtype == torch.float32:
+        return False
+    found = importlib.util.find_spec("triton") is not None
+    if not found:
+        logger.warning(
+            "triton is not installed: decoding goes through PyTorch, several times slower"
+        )
+    return found
 
 
 def make_ops(device: torch.device, dtype: torch.dtype) -> Ops:
     """The fastest backend for the device."""
-    return TorchOps()
+    if not is_fast(device, dtype):
+        return TorchOps()
+    from engine.triton_ops import TritonOps
+
+    return TritonOps()
+
+
+def make_sampler(settings: Settings, model: Transformer) -> Sampler:
+    """The sampler of the backend."""
+    params = SamplingParams(settings.temperature, settings.top_k, settings.top_p)
+    if not is_fast(model.device, model.dtype):
+        return TorchSampler(params)
+    from engine.triton_ops import TritonSampler
+
+    return TritonSampler(params, model.config.vocab_size, MAX_ROWS_AT_ONCE, model.device)
+
+
+def make_stepper(device: torch.device, dtype: torch.dtype) -> type[Stepper]:
+    """How decode steps are launched."""
+    if not is_fast(device, dtype):
+        return EagerStepper
+    from engine.cuda_graph import GraphStepper
+
+    return GraphStepper
 
 
 def _load_judge(
@@ -130,9 +173,11 @@ def _plan(
     settings: Settings,
     model: Transformer,
     judge: tuple[Transformer, int] | None,
-    device: torch.device,
+    ops: Ops,
+    sampler: Sampler,
 ) -> Plan:
-    """The cut of the memory that is left after the weights and the prompts' buffers."""
+    """The cut of the memory that is left after weights, prompts' buffers and workspace."""
+    device = model.device
     value_bytes = torch.finfo(model.dtype).bits // 8
     bound = min(settings.max_tokens, model.config.max_positions)
     generator = Side(model.config, value_bytes, bound)
@@ -141,8 +186,10 @@ def _plan(
     if judge and judge[0] is not model:
         weights += judge[0].weight_bytes
     prompts = generator.prompt_bytes + (reward.prompt_bytes if reward else 0)
+    rows = min(MAX_ROWS_AT_ONCE, padded(_max_rows(settings) or MAX_ROWS_AT_ONCE))
+    space = _workspace(model, judge[0] if judge else None, ops, sampler, rows)
     plan = make_plan(
-        _budget_bytes(settings, device, prompts),
+        _budget_bytes(settings, device, prompts, space),
         generator,
         reward,
         page_size=PAGE_SIZE[device.type],
@@ -154,8 +201,23 @@ def _plan(
     return dataclasses.replace(
         plan,
         weight_bytes=weights,
-        predicted_peak_bytes=weights + plan.generator_kv_bytes + plan.reward_kv_bytes,
+        workspace_bytes=max(space.decode_bytes, space.read_bytes),
+        predicted_peak_bytes=weights
+        + plan.generator_kv_bytes
+        + plan.reward_kv_bytes
+        + max(space.decode_bytes, space.read_bytes),
     )
+
+
+def _workspace(
+    model: Transformer, reader: Transformer | None, ops: Ops, sampler: Sampler, rows: int
+) -> Workspace:
+    """Bytes of the largest forward passes; measured on a GPU, of no account on a CPU."""
+    if model.device.type != "cuda":
+        return Workspace()
+    decode = measure_decode(model, ops, sampler, rows, PAGE_SIZE["cuda"])
+    read = measure_read(reader or model, ops, READ_CHUNK_TOKENS["cuda"])
+    return Workspace(decode, read)
 
 
 def _planned_alpha(settings: Settings) -> float | None:
@@ -167,7 +229,9 @@ def _planned_alpha(settings: Settings) -> float | None:
 
 def _reward_cache(settings: Settings) -> str:
     """Best-of-N that logs partial scores keeps what it read, unless told otherwise."""
-    return "on" if settings.log_partial and settings.reward_cache == "auto" else settings.reward_cache
+    return (
+        "on" if settings.log_partial and settings.reward_cache == "auto" else settings.reward_cache
+    )
 
 
 def _max_rows(settings: Settings) -> int | None:
@@ -176,18 +240,23 @@ def _max_rows(settings: Settings) -> int | None:
     return settings.init_batch_size or settings.max_batch_size
 
 
-def _budget_bytes(settings: Settings, device: torch.device, prompt_bytes: int) -> int:
+def _budget_bytes(
+    settings: Settings, device: torch.device, prompt_bytes: int, space: Workspace
+) -> int:
     """Bytes for answers' KV: what the user said, or what is left after all else."""
     if settings.kv_cache_gb is not None:
         return int(settings.kv_cache_gb * 1e9)
     free = memory.free_bytes(device)
     if device.type == "cpu":
         return min(CPU_KV_BYTES, int(free * CPU_SHARE))
-    free -= prompt_bytes
+    # Decoding takes its workspace twice: once in the pool of the graphs, once to rehearse them.
+    free -= prompt_bytes + 2 * space.decode_bytes + space.read_bytes
     return int(free - (1 - settings.gpu_memory_utilization) * memory.total_bytes(device))
 
 
-def _decoder(settings: Settings, model: Transformer, ops: Ops, plan: Plan, chat: Chat) -> Decoder:
+def _decoder(
+    settings: Settings, model: Transformer, ops: Ops, sampler: Sampler, plan: Plan, chat: Chat
+) -> Decoder:
     bound = min(settings.max_tokens, model.config.max_positions)
     cache = PagedKV(
         model.config,
@@ -203,11 +272,13 @@ def _decoder(settings: Settings, model: Transformer, ops: Ops, plan: Plan, chat:
         model,
         ops,
         cache,
-        TorchSampler(SamplingParams(settings.temperature, settings.top_k, settings.top_p)),
+        sampler,
         chat.stop_ids,
         max_rows=plan.max_rows,
         look_every=STEPS_BETWEEN_LOOKS[model.device.type],
         ignore_stop=settings.ignore_stop,
+        max_rows_at_once=MAX_ROWS_AT_ONCE,
+        stepper=make_stepper(model.device, model.dtype),
     )
 
 

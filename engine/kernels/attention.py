@@ -23,6 +23,7 @@ from engine.kernels.attention_kernels import combine_kernel, prefix_kernel, suff
 LOG2_E = math.log2(math.e)
 MAX_PREFIX_SPLITS = 16
 MAX_SUFFIX_SPLITS = 32
+MIN_MEET_PROMPT = 1024  # tokens: below it the counters cost more than they hide
 MIN_SPLIT_BLOCKS = 4  # of keys in a part: a short row uses fewer parts than its plan has
 MIN_DOT_ROWS = 16  # of tl.dot: a group of queries is padded to it
 
@@ -40,6 +41,7 @@ class AttentionPlan:
     suffix_block_n: int
     suffix_warps: int
     suffix_stages: int
+    prefix_registers: int  # at most, a thread; 0 leaves it to the compiler
     meet: bool  # both levels at once, merged by the last to arrive
 
     @property
@@ -72,37 +74,25 @@ def plan_attention(
     """The launch for this many rows; `prompt_tokens` is the longest prompt to expect (or 0)."""
     wide = dtype == torch.float32  # twice the bytes in shared memory, no matrix units
     queries = rows * (num_heads // num_kv_heads)
-    block_m = 64 if queries > 16 and not wide else 16
+    block_m = 16 if queries <= 16 or wide else 64 if queries <= 64 else 128
     block_n = 64 if not wide else 32
     programs = triton.cdiv(queries, block_m) * num_kv_heads
     blocks = triton.cdiv(prompt_tokens, block_n)
-    suffix_splits = _suffix_splits(rows * num_kv_heads, num_multiprocessors)
+    suffix_splits = max(1, min(num_multiprocessors // (rows * num_kv_heads), MAX_SUFFIX_SPLITS))
+    meet = prompt_tokens >= MIN_MEET_PROMPT and suffix_splits == 1 and head_dim >= 128
     return AttentionPlan(
         prefix_splits=min(max(1, num_multiprocessors // programs), blocks, MAX_PREFIX_SPLITS),
         prefix_block_m=block_m,
         prefix_block_n=block_n,
-        prefix_warps=4,
+        prefix_warps=8 if block_m == 128 else 4,
         prefix_stages=3 if not wide else 1,
         suffix_splits=suffix_splits,
         suffix_block_n=min(page_size, block_n),
         suffix_warps=4,
         suffix_stages=3 if not wide else 1,
-        meet=prompt_tokens > 0 and suffix_splits == 1,
+        prefix_registers=176 if meet else 0,
+        meet=meet,
     )
-
-
-def _suffix_splits(programs: int, num_multiprocessors: int) -> int:
-    """Parts of each row's keys: the fewest that leave few multiprocessors idle at the end.
-
-    Time over the ideal is the fullest multiprocessor's share; each part costs a state on top.
-    """
-
-    def cost(splits: int) -> float:
-        fullest = triton.cdiv(programs * splits, num_multiprocessors)
-        idle = fullest * num_multiprocessors / (programs * splits)
-        return idle + (0.1 if splits > 1 else 0.0) + 0.01 * splits
-
-    return min(range(1, MAX_SUFFIX_SPLITS + 1), key=cost)
 
 
 def make_workspace(
@@ -204,6 +194,7 @@ def prefix_attention(
         MEET=plan.meet,
         num_warps=plan.prefix_warps,
         num_stages=plan.prefix_stages,
+        maxnreg=plan.prefix_registers or None,
     )
 
 

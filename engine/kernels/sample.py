@@ -35,8 +35,8 @@ class SamplerTuning:
     maxima_warps: int = 8
     pick_tile: int = 8
     pick_warps: int = 2
-    whole_block: int = 2048
-    whole_warps: int = 8
+    whole_block: int = 4096
+    whole_warps: int = 16
 
 
 class DeviceSampler:

@@ -347,18 +347,22 @@ def whole_row_kernel(
         p_threshold = tl.full([], 0, tl.uint32)
         for level in tl.static_range((32 - LOW_BITS) // 2):
             bit = tl.full([], 1 << (30 - 2 * level), tl.uint32)
-            mass1 = tl.zeros([BLOCK], tl.float64)
-            mass2 = tl.zeros([BLOCK], tl.float64)
-            mass3 = tl.zeros([BLOCK], tl.float64)
+            mass1 = tl.zeros([BLOCK], tl.float32)  # a lane adds few values: float32 is enough
+            mass2 = tl.zeros([BLOCK], tl.float32)
+            mass3 = tl.zeros([BLOCK], tl.float32)
             for first in tl.range(0, vocab, BLOCK, num_stages=3):
                 x = _load(row_logits, first + offset, vocab)
-                image, weight = _image(x), _weight(x, threshold, best, temperature)
-                mass1 += tl.where(image >= p_threshold + bit, weight, 0.0)
-                mass2 += tl.where(image >= p_threshold + 2 * bit, weight, 0.0)
-                mass3 += tl.where(image >= p_threshold + 3 * bit, weight, 0.0)
-            reached = (tl.sum(mass1, axis=0) >= needed).to(tl.uint32)
-            reached += (tl.sum(mass2, axis=0) >= needed).to(tl.uint32)
-            reached += (tl.sum(mass3, axis=0) >= needed).to(tl.uint32)
+                image, weight = _image(x), tl.exp((x - best) / temperature)
+                mass1 += tl.where(image >= tl.maximum(p_threshold + bit, threshold), weight, 0.0)
+                mass2 += tl.where(
+                    image >= tl.maximum(p_threshold + 2 * bit, threshold), weight, 0.0
+                )
+                mass3 += tl.where(
+                    image >= tl.maximum(p_threshold + 3 * bit, threshold), weight, 0.0
+                )
+            reached = (tl.sum(mass1.to(tl.float64), axis=0) >= needed).to(tl.uint32)
+            reached += (tl.sum(mass2.to(tl.float64), axis=0) >= needed).to(tl.uint32)
+            reached += (tl.sum(mass3.to(tl.float64), axis=0) >= needed).to(tl.uint32)
             p_threshold += reached * bit
         threshold = tl.minimum(tl.maximum(threshold, p_threshold), _image(best))
 

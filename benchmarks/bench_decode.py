@@ -1,0 +1,233 @@
+"""Milliseconds a decode step, on any device: our engine beside `transformers` generate.
+
+    python benchmarks/bench_decode.py --shape llama-3-8b --cases 128x120,128x480,2048x480
+
+A case is PROMPTxROWS. Random weights of the shape, top-k 50, no row ever stops. Prints a table with
+the share of the measured copy bandwidth and matrix rate, and the floor (the step's matrices alone,
+as a CUDA graph); the last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.nn.functional import linear
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.shapes import SHAPES, device_ceilings, random_model, seconds, sync
+from engine.decoder import Decoder
+from engine.kv_cache import PagedKV
+from engine.memory import peak_bytes
+from engine.model import Transformer
+from engine.stepper import padded
+from suite import assembly
+from suite.settings import Settings
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Case:
+    """One measurement: a prompt of this many tokens, this many rows."""
+
+    prompt: int
+    rows: int
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3-8b")
+    parser.add_argument("--cases", default="128x120,128x480,128x960,2048x480,128x4000")
+    parser.add_argument("--new_tokens", type=int, default=256)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=sorted(assembly.DTYPES))
+    parser.add_argument("--top_k", type=int, default=50)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--transformers", default="", help="cases to run through generate as well")
+    parser.add_argument("--skip_floor", action="store_true")
+    return parser.parse_args(argv)
+
+
+def cases_of(text: str) -> list[Case]:
+    return [Case(*map(int, case.split("x"))) for case in text.split(",") if case]
+
+
+def make_decoder(model: Transformer, case: Case, new_tokens: int, top_k: int) -> Decoder:
+    """The engine as a run would assemble it."""
+    page_size = assembly.PAGE_SIZE[model.device.type]
+    pages = case.rows * -(-new_tokens // page_size)
+    cache = PagedKV(
+        model.config,
+        num_pages=pages,
+        page_size=page_size,
+        max_rows=padded(case.rows),
+        max_row_tokens=new_tokens,
+        max_prompt=case.prompt,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    return Decoder(
+        model,
+        assembly.make_ops(model.device, model.dtype),
+        cache,
+        assembly.make_sampler(Settings(top_k=top_k), model),
+        [],
+        max_rows=case.rows,
+        look_every=assembly.STEPS_BETWEEN_LOOKS[model.device.type],
+        max_rows_at_once=assembly.MAX_ROWS_AT_ONCE,
+        stepper=assembly.make_stepper(model.device, model.dtype),
+    )
+
+
+def measure(model: Transformer, case: Case, args: argparse.Namespace) -> dict:
+    """Seconds of decoding `new_tokens` of every row, the best and the median of the repeats."""
+    decoder = make_decoder(model, case, args.new_tokens, args.top_k)
+    prompt = torch.randint(0, model.config.vocab_size, (case.prompt,)).tolist()
+    times, prefill = [], []
+    for repeat in range(args.repeats + 1):  # the first records the graphs
+        sync(model.device)
+        start = time.perf_counter()
+        decoder.start(prompt, repeat, range(case.rows))
+        sync(model.device)
+        prefill.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        decoder.run(args.new_tokens)
+        sync(model.device)
+        times.append(time.perf_counter() - start)
+    median = sorted(times[1:])[len(times[1:]) // 2]
+    steps = args.new_tokens - 1
+    return {
+        "prompt": case.prompt,
+        "rows": case.rows,
+        "ms_per_step": 1e3 * median / steps,
+        "ms_per_step_best": 1e3 * min(times[1:]) / steps,
+        "tokens_per_sec": case.rows * steps / median,
+        "prefill_ms": 1e3 * min(prefill[1:]),
+        "first_run_extra_sec": times[0] - median,
+        "peak_memory_bytes": peak_bytes(model.device),
+    }
+
+
+def floor_ms(model: Transformer, rows: int) -> float:
+    """The matrices of one step alone, as a graph on a GPU."""
+    c = model.config
+    x = torch.randn(rows, c.hidden_size, dtype=model.dtype, device=model.device)
+    wide = torch.randn(rows, c.intermediate_size, dtype=model.dtype, device=model.device)
+    heads = torch.randn(rows, c.num_heads * c.head_dim, dtype=model.dtype, device=model.device)
+
+    def matrices() -> None:
+        for layer in model.layers:
+            linear(x, layer.qkv)
+            linear(heads, layer.o)
+            linear(x, layer.gate_up)
+            linear(wide, layer.down)
+        linear(x, model.lm_head)
+
+    if model.device.type != "cuda":
+        return 1e3 * seconds(matrices, model.device, 3)
+    matrices()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        matrices()
+    return 1e3 * seconds(graph.replay, model.device, 20)
+
+
+def limits(model: Transformer, case: Case, row: dict, ceilings: tuple[float, float]) -> dict:
+    """Shares of the device's measured limits at the mean length."""
+    c, size = model.config, model.dtype.itemsize
+    parameters = c.num_layer_params + c.vocab_size * c.hidden_size
+    kv = c.kv_bytes_per_token(size) * (case.prompt + case.rows * row["mean_length"])
+    sec = row["ms_per_step"] / 1e3
+    return {
+        "bandwidth_share": (parameters * size + kv) / sec / ceilings[0],
+        "matrix_share": 2 * parameters * case.rows / sec / ceilings[1],
+    }
+
+
+def generate_ms(model: Transformer, case: Case, args: argparse.Namespace) -> float:
+    """`transformers` generate on the same shape, ms a step."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    c = model.config
+    config = LlamaConfig(
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
+        intermediate_size=c.intermediate_size,
+        num_hidden_layers=c.num_layers,
+        num_attention_heads=c.num_heads,
+        num_key_value_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        max_position_embeddings=c.max_positions,
+        tie_word_embeddings=c.tied_embeddings,
+    )
+    with torch.device(model.device):
+        previous = torch.get_default_dtype()
+        torch.set_default_dtype(model.dtype)
+        theirs = LlamaForCausalLM(config).eval()
+        torch.set_default_dtype(previous)
+    ids = torch.randint(0, c.vocab_size, (1, case.prompt), device=model.device)
+    ids = ids.expand(case.rows, -1)
+
+    def run(new: int) -> float:
+        sync(model.device)
+        start = time.perf_counter()
+        theirs.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=True,
+            top_k=args.top_k,
+            min_new_tokens=new,
+            max_new_tokens=new,
+            pad_token_id=0,
+        )
+        sync(model.device)
+        return time.perf_counter() - start
+
+    run(4)
+    few, many = run(4), run(36)  # the difference leaves the prefill out
+    return 1e3 * (many - few) / 32
+
+
+@torch.inference_mode()
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    device = torch.device(args.device)
+    default = "bfloat16" if device.type == "cuda" else "float32"
+    dtype = assembly.DTYPES[args.dtype or default]
+    model = random_model(args.shape, dtype, device)
+    ceilings = device_ceilings(device)
+    print(f"{assembly.device_name(device)}: copy {ceilings[0] / 1e12:.2f} TB/s, "
+          f"matrices {ceilings[1] / 1e12:.0f} TFLOP/s")  # fmt: skip
+    rows = []
+    for case in cases_of(args.cases):
+        row = measure(model, case, args)
+        row["mean_length"] = args.new_tokens / 2
+        row |= limits(model, case, row, ceilings)
+        row["floor_ms"] = None if args.skip_floor else floor_ms(model, case.rows)
+        if case in cases_of(args.transformers):
+            row["transformers_ms"] = generate_ms(model, case, args)
+        rows.append(row)
+        print(
+            f"P {case.prompt:5d}  rows {case.rows:5d}  {row['ms_per_step']:8.3f} ms/step  "
+            f"floor {row['floor_ms'] or 0:8.3f}  {row['tokens_per_sec']:10.0f} tok/s  "
+            f"bandwidth {row['bandwidth_share']:.0%}  matrices {row['matrix_share']:.0%}  "
+            f"prefill {row['prefill_ms']:.1f} ms  peak {row['peak_memory_bytes'] / 1e9:.2f} GB  "
+            f"transformers {row.get('transformers_ms', float('nan')):.1f} ms",
+            flush=True,
+        )
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+    print(json.dumps({"shape": args.shape, "dtype": str(dtype), "device": str(
+        assembly.device_name(device)), "versions": assembly.versions(), "rows": rows}))  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""How much memory the largest forward passes take beside weights and caches, measured once.
+
+Runs one decode step of many rows and one packed reading on throw-away caches, and looks at the
+allocator's peak. Only meaningful on a GPU; a CPU's budget is far from its memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.decode_state import DecodeState
+from engine.kv_cache import PagedKV
+from engine.model import Transformer
+from engine.ops import Ops
+from engine.packing import pack
+from engine.stepper import Sampler, step_rows
+
+PROBE_PROMPT, PROBE_ANSWER = 128, 256  # tokens of the sequences that are read
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Bytes at the peak of one pass, beside what was allocated before it."""
+
+    decode_bytes: int = 0
+    read_bytes: int = 0
+
+
+def measure_decode(
+    model: Transformer, ops: Ops, sampler: Sampler, rows: int, page_size: int
+) -> int:
+    """Peak bytes of one decode step of `rows` rows."""
+    cache = _probe_cache(model, page_size, rows, 1)
+    state = DecodeState.allocate(cache, rows, 1)
+    state.begin(1, 0)
+    cache.prompt_len = state.host_length = 1
+    state.before_step()  # NOTE: all rows write to the padding page; what it holds is never read
+    return _peak(model.device, lambda: step_rows(model, ops, state, sampler, slice(0, rows)))
+
+
+def measure_read(model: Transformer, ops: Ops, tokens: int) -> int:
+    """Peak bytes of reading `tokens` new tokens behind a short shared prompt."""
+    cache = _probe_cache(model, 16, 1, PROBE_PROMPT)
+    cache.prompt_len = PROBE_PROMPT
+    lengths = [PROBE_ANSWER] * max(1, tokens // PROBE_ANSWER)
+    ids = torch.zeros(sum(lengths), dtype=torch.int64, device=model.device)
+    packing = pack(cache, lengths)
+    return _peak(model.device, lambda: model.extend(ops, ids, packing))
+
+
+def _probe_cache(model: Transformer, page_size: int, rows: int, prompt: int) -> PagedKV:
+    return PagedKV(
+        model.config,
+        num_pages=0,
+        page_size=page_size,
+        max_rows=rows,
+        max_row_tokens=page_size,
+        max_prompt=prompt,
+        dtype=model.dtype,
+        device=model.device,
+    )
+
+
+@torch.inference_mode()
+def _peak(device: torch.device, work) -> int:
+    work()  # compiles kernels and makes handles, whose memory is not the pass's
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    work()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
