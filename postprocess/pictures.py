@@ -77,14 +77,14 @@ def save(figure: Figure, folder: Path, stem: str, show: bool) -> list[Path]:
 def log_axis(axes: Axes, values: Sequence[float]) -> None:
     """A logarithmic x axis with at most nine ticks at powers of two, written as numbers."""
     low, high = min(values), max(values)
-    pad = max(high / low, 1.5) ** 0.12
+    pad = max((high / low) ** 0.12, 1.25)
     axes.set_xscale("log", base=2)
     first, last = math.floor(math.log2(low / pad)), math.ceil(math.log2(high * pad))
     step = max(1, math.ceil((last - first) / 8))
     ticks = [2.0**power for power in range(first, last + 1, step)]
     if sum(low / pad <= tick <= high * pad for tick in ticks) < 3:
         ticks = sorted(2.0**power * part for power in range(first, last) for part in PARTS)
-    axes.set_xticks(ticks, [f"{tick:.4g}" for tick in ticks])
+    axes.set_xticks(ticks, [f"{tick:.{3 if tick < 1 else 9}g}" for tick in ticks])
     axes.minorticks_off()
     axes.set_xlim(low / pad, high * pad)  # last: ticks widen the limits
 
