@@ -1,0 +1,108 @@
+"""Best-of-N runs that logged partial scores (`--log_partial`), and hidden states if they did.
+
+One `Logged` is one process's object of one prompt. What is missing or does not fit together is a
+`BadFile` with the file's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from postprocess.pool import Pool
+from postprocess.reading import BadFile, finite, load_objects, shown
+from postprocess.runs import LOG, Run
+from suite.hidden import BadStates, States, read_states, states_path
+
+
+@dataclass(slots=True)
+class Logged:
+    """Candidates by index; `partial[length][index]` are scores of the first `length` tokens."""
+
+    json_idx: int
+    run: Run
+    item: dict[str, Any]  # the object as it was read
+    num_tokens: dict[int, int]
+    stopped: dict[int, bool]
+    score: dict[int, float]
+    partial: dict[int, dict[int, float]]
+    states: States | None = None
+    place: dict[tuple[int, int], int] = field(default_factory=dict)  # (index, length) in states
+
+    @property
+    def lengths(self) -> list[int]:
+        return sorted(self.partial)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.item["reward_prompt_tokens"]
+
+    @property
+    def end_tokens(self) -> int:
+        return self.item["reward_end_tokens"]
+
+    def answer_tokens(self, index: int) -> int:
+        """Without the stop token: what the reward model reads of the whole answer."""
+        return self.num_tokens[index] - self.stopped[index]
+
+    @property
+    def pool(self) -> Pool:
+        indices = list(self.score)
+        read = [self.answer_tokens(i) + self.end_tokens for i in indices]
+        return Pool(
+            scores=np.asarray([self.score[i] for i in indices]),
+            generated=np.asarray([self.num_tokens[i] for i in indices]),
+            scored=np.asarray(read) * bool(self.prompt_tokens),
+            prompt_tokens=self.prompt_tokens,
+        )
+
+
+def logged_of(runs: Sequence[Run], *, with_states: bool) -> Iterator[Logged]:
+    """Every object of the runs that has partial scores; what can't be used is a warning."""
+    for run in runs:
+        for idx, result in run.prompts.items():
+            for number, item in enumerate(load_objects(result.path)):
+                try:
+                    yield _logged(run, idx, result.path, number, item, with_states)
+                except (BadFile, BadStates) as error:
+                    LOG.warning("%s: left out, %s", shown(run.folder.name), error)
+
+
+def _logged(
+    run: Run, idx: int, path: Path, number: int, item: dict[str, Any], with_states: bool
+) -> Logged:
+    name = shown(path.name)
+    partials = item.get("partials")
+    if not isinstance(partials, dict) or not partials:
+        raise BadFile(f"{name}: no partial scores; Best-of-N with --log_partial records them")
+    try:
+        made = Logged(
+            json_idx=idx,
+            run=run,
+            item=item,
+            num_tokens={t["candidate"]: t["num_tokens"] for t in item["trajectories"]},
+            stopped={t["candidate"]: t["finish_reason"] == "stop" for t in item["trajectories"]},
+            score={t["candidate"]: t["score"] for t in item["trajectories"]},
+            partial={int(k): _scores(pairs) for k, pairs in partials.items()},
+        )
+        if not all(isinstance(item[f"reward_{k}_tokens"], int) for k in ("prompt", "end")):
+            raise ValueError("reward_prompt_tokens is no count")
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadFile(f"{name}: partial scores or trajectories are damaged ({error})") from error
+    if with_states:
+        made.states = read_states(states_path(path, number))
+        states = made.states
+        made.place = {
+            (int(states.candidate[place]), int(states.length[place])): int(place)
+            for place in np.flatnonzero(states.finished == 0)
+        }
+    return made
+
+
+def _scores(pairs: Any) -> dict[int, float]:
+    """`[[candidate, score], ...]`; a score that is no number is left out."""
+    return {int(index): s for index, score in pairs if (s := finite(score)) is not None}
