@@ -51,6 +51,7 @@ class Processes:
         self.device = device
         self._store = store
         self._num_gathers = 0
+        self._last_done: str | None = None
         self._watcher: _Watcher | None = None
 
     @classmethod
@@ -90,7 +91,10 @@ class Processes:
             return None
         outcomes = [outcome]
         outcomes += [self._take(f"{name}/{rank}") for rank in range(1, self.world_size)]
-        self._store.set(f"{name}/done", "1")
+        if self._last_done is not None:
+            self._store.delete_key(self._last_done)  # everybody is past it: they sent this turn's
+        self._last_done = f"{name}/done"
+        self._store.set(self._last_done, "1")
         return outcomes
 
     def broadcast(self, value: Any = None) -> Any:
