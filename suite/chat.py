@@ -29,6 +29,9 @@ CHAT_MODELS = frozenset(
     + ("Qwen2.5-0.5B-Instruct", "Qwen2.5-7B-Instruct", "Qwen3-0.6B", "Qwen3-8B")
 )
 HOLE = "\u241e"  # stands for a text in a rendered template; a symbol that no template contains
+LEFT, RIGHT = "\n ", " \n"  # put around it to see what the template strips
+Trim = tuple[str | None, str | None]  # characters to strip left and right; None: all white space
+KEEP: Trim = ("", "")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,21 +41,21 @@ class Format:
     before: str
     between: str
     after: str
-    trims: bool = False  # the template strips white space off both texts
+    prompt_trim: Trim = KEEP  # what the template strips off the texts
+    answer_trim: Trim = KEEP
     adds_bos: bool = False  # a BOS token stands before all, outside of the text
-
-    def prompt_text(self, prompt: str) -> str:
-        return self.before + self._text(prompt) + self.between
 
     def pieces(self, prompt: str, answer: str | None) -> list[tuple[str, bool]]:
         """(text, is it the user's or model's own) from first to last."""
-        parts = [(self.before, False), (self._text(prompt), True), (self.between, False)]
+        parts = [(self.before, False), (_strip(prompt, self.prompt_trim), True)]
+        parts.append((self.between, False))
         if answer is not None:
-            parts += [(self._text(answer), True), (self.after, False)]
+            parts += [(_strip(answer, self.answer_trim), True), (self.after, False)]
         return [part for part in parts if part[0]]
 
-    def _text(self, text: str) -> str:
-        return text.strip() if self.trims else text
+
+def _strip(text: str, trim: Trim) -> str:
+    return text.lstrip(trim[0]).rstrip(trim[1])
 
 
 class Chat:
@@ -136,7 +139,7 @@ def load_tokenizer(folder: Path) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a corrupt file raises whatever the libraries' parsers raise
         raise ValueError(f"{folder}: the tokenizer can't be loaded ({error})") from error
 
 
@@ -183,24 +186,38 @@ def alpaca_format() -> Format:
 
 def chat_format(tokenizer: Any, *, generation: bool) -> Format:
     """What the tokenizer's template writes around one user turn and one answer."""
-    turns = [{"role": "user", "content": f" {HOLE} "}]
-    closed = _render(tokenizer, [*turns, {"role": "assistant", "content": f" {HOLE} "}], False)
-    trims = f" {HOLE} " not in closed
-    hole = HOLE if trims else f" {HOLE} "
-    if closed.count(hole) != 2:
-        raise ValueError("the chat template does not render a user turn and an answer as text")
-    before, between, after = closed.split(hole)
+    before, between, after = _split(_render(tokenizer, HOLE, HOLE), 3)
+    spaced = LEFT + HOLE + RIGHT
+    left, right, _ = _split(_render(tokenizer, spaced, HOLE), 3)
+    prompt_trim = _trim(left.removeprefix(before), right.removesuffix(between))
+    _, left, right = _split(_render(tokenizer, HOLE, spaced), 3)
+    answer_trim = _trim(left.removeprefix(between), right.removesuffix(after))
     if generation:
-        opened = _render(tokenizer, turns, True)
-        before, between = opened.split(hole)
-    return Format(before, between, after, trims=trims)
+        before, between = _split(_render(tokenizer, HOLE), 2)
+    return Format(before, between, after, prompt_trim, answer_trim)
+
+
+def _trim(left: str, right: str) -> Trim:
+    """What was stripped, by what is left of LEFT and RIGHT around the hole."""
+    kinds = {"": None, " ": "\n", LEFT: "", RIGHT: ""}
+    if left not in kinds or right not in kinds:
+        raise ValueError("the chat template changes the white space around its texts")
+    return kinds[left], kinds[right]
+
+
+def _split(rendered: str, parts: int) -> list[str]:
+    pieces = rendered.split(HOLE)
+    if len(pieces) != parts:
+        raise ValueError("the chat template does not render a user turn and an answer as text")
+    return pieces
 
 
 def stop_ids(folder: Path, tokenizer: Any, turn_end: int | None = None) -> list[int]:
     """Every id that ends an answer: generation config, tokenizer, and the template's turn end."""
     found = [tokenizer.eos_token_id, turn_end]
-    path = Path(folder) / "generation_config.json"
-    if path.is_file():
+    files = [Path(folder) / name for name in ("generation_config.json", "config.json")]
+    path = next((file for file in files if file.is_file()), None)
+    if path is not None:  # a model without a generation config has its eos ids in its config
         try:
             listed = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
         except (ValueError, AttributeError) as error:
@@ -232,27 +249,37 @@ def _turn_end(tokenizer: Any) -> int | None:
     return ids[0] if ids and ids[0] in control else None
 
 
-def _render(tokenizer: Any, turns: list[dict[str, str]], generation: bool) -> str:
+def _render(tokenizer: Any, prompt: str, answer: str | None = None) -> str:
+    """The conversation as text; without an answer, up to where the model goes on."""
     import jinja2
 
+    turns = [{"role": "user", "content": prompt}]
+    if answer is not None:
+        turns.append({"role": "assistant", "content": answer})
     try:
         return tokenizer.apply_chat_template(
-            turns, tokenize=False, add_generation_prompt=generation
+            turns, tokenize=False, add_generation_prompt=answer is None
         )
     except (jinja2.TemplateError, ValueError, TypeError) as error:
         raise ValueError(f"the chat template can't render a conversation ({error})") from error
 
 
-def same_vocabulary(a: Any, b: Any) -> bool:
-    """Whether ids of one tokenizer mean the same text under the other."""
-    if a is b:
+def same_vocabulary(generator: Any, reward: Any) -> bool:
+    """Whether the generator's ids mean the same text to the reward model.
+
+    The reward model's tokenizer may have more added tokens (ArmoRM's has one for padding).
+    """
+    if generator is reward:
         return True
-    return _fingerprint(a) == _fingerprint(b)
+    (own, own_added), (other, other_added) = _fingerprint(generator), _fingerprint(reward)
+    return own == other and own_added <= other_added
 
 
-def _fingerprint(tokenizer: Any) -> Any:
+def _fingerprint(tokenizer: Any) -> tuple[Any, set[tuple[int, str]]]:
+    """What decides over ids without added tokens, and the added tokens."""
+    added = {(index, token.content) for index, token in tokenizer.added_tokens_decoder.items()}
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        return tokenizer.get_vocab()
+        return tokenizer.get_vocab(), added
     model = json.loads(backend.to_str())
-    return {k: model.get(k) for k in ("model", "normalizer", "pre_tokenizer", "added_tokens")}
+    return {k: model.get(k) for k in ("model", "normalizer", "pre_tokenizer")}, added
