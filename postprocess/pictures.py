@@ -27,7 +27,7 @@ NAMES = {"Bo": "Best-of-N", "SpR": "Speculative Rejection", "SpRF": "with refill
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")
 
 
-PARTS = (1, 1.125, 1.25, 1.5, 1.75)  # of an octave, for narrow axes
+PARTS = (1, 1.25, 1.5, 1.75)  # of an octave, for narrow axes
 
 
 def start(show: bool):

@@ -21,7 +21,7 @@ if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from postprocess import pictures
-from postprocess.reading import BadFile, finite, load_objects, shown
+from postprocess.reading import BadFile, count_of, finite, load_objects, shown
 from postprocess.rounds import Round, rounds_of
 from postprocess.runs import EXIT_OK, EXIT_WRONG, LOG, Refused, Run, guarded, load_runs, parser
 
@@ -78,8 +78,7 @@ def rows_at_start(item: dict[str, Any], first: Round) -> int:
 
 
 def longest_answer(item: dict[str, Any]) -> int:
-    lengths = [row.get("num_tokens") for row in item["trajectories"]]
-    return max((n for n in lengths if isinstance(n, int) and not isinstance(n, bool)), default=0)
+    return max((count_of(row.get("num_tokens")) or 0 for row in item["trajectories"]), default=0)
 
 
 def find_prompt(run: Run, wanted: int | None) -> tuple[int, dict[str, Any], list[Round]] | None:

@@ -217,8 +217,8 @@ def summarise(path: Path, objects: list[dict[str, Any]]) -> PromptResult:
         tokens_generated=_total(objects, "tokens_generated"),
         tokens_scored=_total(objects, "tokens_scored"),
         peak_memory_bytes=max(filter(None, _all(objects, "peak_memory_bytes")), default=None),
-        generator_params=_count(plan.get("generator_params")),
-        reward_params=_count(plan.get("reward_params")),
+        generator_params=count_of(plan.get("generator_params")),
+        reward_params=count_of(plan.get("reward_params")),
         skipped=str(skipped[0]) if skipped else None,
         merged=any("merged_from" in item for item in objects),
     )
@@ -292,7 +292,7 @@ def _check_object(item: dict[str, Any]) -> None:
         if (seconds := finite(entry[1])) is None or not 0 <= seconds <= MAX_SECONDS:
             raise ValueError(f"clock: want seconds for {shown(entry[0])}, got {shown(entry[1])}")
     for key in ("tokens_generated", "tokens_scored", "peak_memory_bytes"):
-        if item.get(key) is not None and _count(item[key]) is None:
+        if item.get(key) is not None and count_of(item[key]) is None:
             raise ValueError(f"{key}: want a count, got {shown(item[key])}")
 
 
@@ -303,7 +303,7 @@ def _check_names(item: dict[str, Any]) -> None:
             raise ValueError(f"{key}: want a model's name, got {shown(value)}")
     for key in ("seed", "process_seed", "batch_size"):
         value = item.get(key)
-        if value is not None and not (is_number(value) and _count(abs(value)) is not None):
+        if value is not None and not (is_number(value) and count_of(abs(value)) is not None):
             raise ValueError(f"{key}: want a whole number, got {shown(value)}")
     if item.get("batch_size") is not None and item["batch_size"] < 1:
         raise ValueError(f"batch_size: want 1 or more, got {item['batch_size']}")
@@ -328,7 +328,7 @@ def _check_trajectory(row: object, position: int) -> None:
         raise ValueError(f"{where}: score: want a number, got {_kind(row.get('score'))}")
     if row.get("prompt") is not None and not isinstance(row["prompt"], str):
         raise ValueError(f"{where}: prompt: want a string, got {_kind(row['prompt'])}")
-    if "candidate" in row and _count(row["candidate"]) is None:
+    if "candidate" in row and count_of(row["candidate"]) is None:
         raise ValueError(f"{where}: candidate: want an index, got {shown(row['candidate'])}")
 
 
@@ -351,7 +351,7 @@ def _record_of(item: dict[str, Any], name: str) -> tuple[int | None, str | None]
     record = item.get("prompt")
     if isinstance(record, dict):
         idx, text = record.get("JSON_idx"), record.get("prompt")
-        if idx is not None and _count(idx) is None:
+        if idx is not None and count_of(idx) is None:
             raise BadFile(f"{name}: JSON_idx: want a whole number of 0 or more, got {shown(idx)}")
         if not isinstance(text, str):
             raise BadFile(f"{name}: prompt: want a string, got {_kind(text)}")
@@ -362,14 +362,14 @@ def _record_of(item: dict[str, Any], name: str) -> tuple[int | None, str | None]
     return None, record if record is not None else rows[0].get("prompt") if rows else None
 
 
-def _count(value: object) -> int | None:
+def count_of(value: object) -> int | None:
     """A whole number of 0 or more that fits 64 bits, else None."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     return value if whole and 0 <= value < 2**63 else None  # type: ignore[operator,return-value]
 
 
 def _all(objects: list[dict[str, Any]], key: str) -> list[int | None]:
-    return [_count(item.get(key)) for item in objects]
+    return [count_of(item.get(key)) for item in objects]
 
 
 def _total(objects: list[dict[str, Any]], key: str) -> int | None:

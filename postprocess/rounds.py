@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from postprocess.reading import finite, shown
+from postprocess.reading import count_of, finite, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,11 @@ def rounds_of(item: dict[str, Any]) -> list[Round]:
 def _round(entry: dict[str, Any], position: int) -> Round:
     candidates, scores = (entry.get(key) or [] for key in ("candidates", "scores"))
     whole = isinstance(candidates, list) and isinstance(scores, list)
-    if not whole or len(candidates) != len(scores) or not all(map(_is_index, candidates)):
+    if (
+        not whole
+        or len(candidates) != len(scores)
+        or not all(count_of(c) is not None for c in candidates)
+    ):
         raise ValueError(f"rounds: round {position}: candidates and scores do not belong together")
     kept = entry.get("kept")
     found = {
@@ -54,14 +58,10 @@ def _round(entry: dict[str, Any], position: int) -> Round:
     )
 
 
-def _is_index(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
-
-
 def _count(entry: dict[str, Any], key: str, position: int) -> int:
     value = entry.get(key, 0)
     if value is None:
         return 0
-    if not _is_index(value):
+    if count_of(value) is None:
         raise ValueError(f"rounds: round {position}: {key}: want a count, got {shown(value)}")
     return value

@@ -1,0 +1,325 @@
+"""Mutated files through every reader of postprocess/: a named error or a right answer, nothing
+else.
+
+10,000 files for the prompt reader, judged by an oracle that knows only JSON and max(); then
+whole archives and result files through the scripts' own main(). Fixed seeds: a failure repeats.
+"""
+
+from __future__ import annotations
+
+import copy
+import csv
+import json
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from postprocess import (
+    check,
+    concat_json,
+    gather_best_ans,
+    merge_json,
+    plot_compare,
+    plot_memory,
+    plot_partial,
+    plot_scores,
+    win_rate,
+)
+from postprocess.plot_memory import teeth
+from postprocess.reading import BadFile, load_objects, read_prompt
+from postprocess.rounds import rounds_of
+from postprocess.runs import Nothing, Refused, load_run
+from tests.postprocess_archive import PAIR, make_archive, make_object, write_run
+from tests.test_postprocess_pictures import spr_object
+from tests.test_postprocess_reading import paper_object
+
+NUM_FILES = 10_000
+NAME = f"{PAIR}_prompt_0001.json"
+JUNK: list[Any] = [
+    *(None, True, False, 0, -1, 1, 2**31, 2**70, 10**400, 0.5, -0.0, 1e308, -1e308, 5e-324),
+    *(math.nan, math.inf, -math.inf, "", "x", "NaN", "1", "../../x", "a\0b", "\ud800", "é" * 300),
+    *([], [[]], [1], ["x"], [None], {}, {"score": 1}, {"JSON_idx": 1}, [["generation", 1]]),
+    *([["x", -1]], [{"output": "y", "score": 9}], list(range(50)), "auto", "SmolLM2", "x" * 5000),
+]
+SNIPPETS = [
+    b"{",
+    b"}",
+    b"[",
+    b"]",
+    b",",
+    b":",
+    b'"',
+    b"\\",
+    b"null",
+    b"NaN",
+    b"-",
+    b"1e999",
+    b"\xff",
+    b"\0",
+]
+
+
+def nodes(value: Any, path: tuple = ()) -> list[tuple]:
+    """The paths of everything inside a JSON value."""
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
+    return [path, *(inner for key, item in items for inner in nodes(item, (*path, key)))]
+
+
+def mutate_value(value: Any, rng: random.Random) -> Any:
+    """One to three replacements, removals or repetitions somewhere inside."""
+    value = copy.deepcopy(value)
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        path = rng.choice(nodes(value))
+        if not path:
+            return rng.choice(JUNK)
+        parent = value
+        for key in path[:-1]:
+            parent = parent[key]
+        action = rng.random()
+        if action < 0.6:
+            parent[path[-1]] = copy.deepcopy(rng.choice(JUNK))
+        elif action < 0.8 and isinstance(parent, dict):
+            del parent[path[-1]]
+        elif isinstance(parent, list):
+            if rng.random() < 0.5:
+                parent.insert(path[-1], copy.deepcopy(parent[path[-1]]))
+            else:
+                del parent[path[-1]]
+    return value
+
+
+def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
+    """Truncations, flips, removals, insertions and repetitions."""
+    made = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        if not made:
+            break
+        start = rng.randrange(len(made))
+        end = min(len(made), start + rng.choice((1, 1, 4, 40)))
+        action = rng.randrange(6)
+        if action == 0:
+            del made[start:]
+        elif action == 1:
+            made[start] ^= 1 << rng.randrange(8)
+        elif action == 2:
+            del made[start:end]
+        elif action == 3:
+            made[start:start] = rng.choice(SNIPPETS)
+        elif action == 4:
+            made[start:start] = made[start:end]
+        else:
+            made[start:end] = rng.choice(SNIPPETS)
+    return bytes(made)
+
+
+def encode(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+def mutated(value: Any, rng: random.Random) -> bytes:
+    if rng.random() < 0.6:
+        return encode(mutate_value(value, rng))
+    return mutate_bytes(encode(value), rng)
+
+
+def sources() -> list[Any]:
+    spr = spr_object(1)
+    return [
+        [make_object(1, [0, 1, 2], 10), make_object(1, [3, 1, 4], 12, rank=1)],
+        [spr],
+        [paper_object([1, 2, math.nan], 4), paper_object([2, 2], 5)],
+    ]
+
+
+def usable(score: Any) -> bool:
+    if isinstance(score, bool) or not isinstance(score, int | float):
+        return False
+    return not isinstance(score, float) and abs(score) <= 1e100 or abs(score) <= 1e100
+
+
+def oracle(data: bytes) -> tuple[Any, ...]:
+    """Best, worst and number of scores, seconds and processes, by JSON and max() alone."""
+    objects = json.loads(data)
+    scores = [
+        row["score"] for item in objects for row in item["trajectories"] if usable(row["score"])
+    ]
+    seconds = max(item["elapsed_sec"] for item in objects)
+    return max(scores, default=None), min(scores, default=None), len(scores), seconds, len(objects)
+
+
+def test_ten_thousand_files(tmp_path: Path) -> None:
+    rng = random.Random(20240610)
+    path = tmp_path / NAME
+    starts = sources()
+    read = refused = 0
+    for number in range(NUM_FILES):
+        data = mutated(rng.choice(starts), rng)
+        path.write_bytes(data)
+        try:
+            result = read_prompt(path)
+        except BadFile as error:
+            message = str(error)
+            assert NAME in message and len(message) < 2000, (number, message)
+            assert message.isprintable(), (number, message)
+            refused += 1
+            continue
+        best = result.best.score if result.best is not None else None
+        scored = result.num_trajectories - result.num_unscored
+        found = (best, result.worst_score, scored, result.elapsed_sec, result.num_objects)
+        assert found == oracle(data), (number, data)
+        read += 1
+        for item in load_objects(path):
+            try:
+                rounds = [r for r in rounds_of(item) if not r.final and r.rows]
+            except ValueError as error:
+                assert str(error).startswith("rounds: "), (number, error)
+                continue
+            if rounds:
+                assert all(rows >= 0 and used >= 0 for _, rows, used in teeth(item, rounds).corners)
+    # Both ends of the reader are exercised, not one of them alone.
+    assert read > NUM_FILES / 10
+    assert refused > NUM_FILES / 4
+
+
+def spoil(archive: Path, rng: random.Random) -> None:
+    """One to four files of an archive."""
+    files = sorted(archive.rglob("*.json"))
+    for path in rng.sample(files, rng.choice((1, 1, 2, 4))):
+        path.write_bytes(mutated(json.loads(path.read_bytes()), rng))
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers are under test here; drawing takes half a second a picture."""
+    monkeypatch.setattr(plot_compare, "draw", lambda *_: [])
+    monkeypatch.setattr(plot_memory, "draw", lambda *_: [])
+    monkeypatch.setattr(plot_partial, "draw", lambda *_: [])
+    monkeypatch.setattr(plot_scores, "draw", lambda *_: [])
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_archives_through_the_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """150 spoiled archives: every script ends with a code and a message, and no table holds a
+    NaN.
+    """
+    rng = random.Random(7)
+    codes: set[tuple[str, int]] = set()
+    for number in range(150):
+        folder = tmp_path / str(number)
+        archive = make_archive(folder / "a")
+        for seed in (8, 9):
+            both = {i: [make_object(i, [0, 1, 2, 3], 5, seed=seed)] for i in (1, 2)}
+            write_run(archive, f"Bo4_{PAIR}_{seed}", both)
+        rounds = {idx: [spr_object(idx, alpha=0.3)] for idx in (1, 2)}
+        write_run(archive, "rounds", rounds)
+        spoil(archive, rng)
+        out = folder / "o"
+        lines: list[tuple[Callable[[list[str]], int], list[str]]] = [
+            (check.main, [str(archive)]),
+            (concat_json.main, [str(archive)]),
+            (plot_compare.main, [str(archive), "--out", str(out)]),
+            (plot_memory.main, [str(archive), "--out", str(out)]),
+            (plot_partial.main, [str(archive), "--out", str(out)]),
+            (plot_scores.main, [str(archive), "--out", str(out)]),
+            (gather_best_ans.main, [str(archive), "--out", str(folder / "r")]),
+            (merge_json.main, [str(folder / "r"), "--out", str(folder / "w")]),
+        ]
+        for main, flags in lines:
+            code = main(flags)
+            assert code in (0, 1, 2), (number, main)
+            codes.add((main.__module__, code))
+        for path in out.glob("*.csv"):
+            text = path.read_text()
+            assert "nan" not in text.lower() and "inf" not in text.lower(), (number, text)
+        for path in folder.rglob("Bo*/*.json"):
+            if "merged_from" in (text := path.read_text(errors="replace")):
+                assert "NaN" not in text and "Infinity" not in text
+    capsys.readouterr()
+    assert ("postprocess.check", 0) in codes and ("postprocess.check", 1) in codes
+
+
+def test_a_spoiled_file_changes_no_other_prompt(tmp_path: Path) -> None:
+    """Prompt 2 of a run says the same whatever became of prompt 1, unless the run is mixed by
+    it.
+    """
+    rng = random.Random(11)
+    folder = make_archive(tmp_path) / f"Bo8_{PAIR}_0"
+    before = load_run(folder).prompts[2]
+    first = folder / NAME
+    whole = json.loads(first.read_text())
+    kept = 0
+    for _ in range(300):
+        first.write_bytes(mutated(whole, rng))
+        run = load_run(folder)
+        if 2 in run.prompts:
+            assert run.prompts[2] == before
+            kept += 1
+        else:
+            assert {"mixed"} <= {problem.kind for problem in run.problems}
+    assert kept > 150
+
+
+def result_rows() -> list[dict[str, Any]]:
+    return [
+        {
+            "JSON_idx": idx,
+            "instruction": f"Say {idx}.",
+            "output": "text",
+            "score": 1.5,
+            "generator": "Bo8",
+            "llm": "L",
+            "reward": "R",
+            "seed": 0,
+        }
+        for idx in (1, 2)
+    ]
+
+
+def test_result_files(tmp_path: Path) -> None:
+    """2,000 spoiled files of gather_best_ans.py, and as many for the judge."""
+    rng = random.Random(5)
+    path = tmp_path / "x.json"
+    read = 0
+    for number in range(2000):
+        path.write_bytes(mutated(result_rows(), rng))
+        try:
+            (files,) = merge_json.load_results(tmp_path).values()
+        except Nothing:
+            pass
+        else:
+            assert merge_json.unique(files[0]), number
+            read += 1
+        try:
+            rows = win_rate.load_rows(path)
+        except (BadFile, Refused) as error:
+            assert "x.json" in str(error) and str(error).isprintable()
+            continue
+        assert isinstance(win_rate.faults(rows, result_rows()), list)
+        assert isinstance(win_rate.length_faults(rows, result_rows()), list)
+    assert 100 < read < 1900
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_numbers_at_the_edge_of_float(tmp_path: Path) -> None:
+    """Huge and tiny scores and times: finite cells or empty ones."""
+    edges = [1e100, -1e100, 1e99, 1e-100, 5e-324, 0.0, 1.0]
+    for number, (low, high) in enumerate((a, b) for a in edges for b in edges):
+        archive = tmp_path / str(number)
+        write_run(archive, "b", {1: [make_object(1, [low, high, 0.5], 1e12)]})
+        write_run(archive, "c", {1: [make_object(1, [high, low], 5e-324)]})
+        code = plot_compare.main([str(archive), "--out", str(archive / "o")])
+        assert code in (0, 1)
+        for path in (archive / "o").glob("*.csv"):
+            with path.open() as file:
+                for row in csv.DictReader(file):
+                    assert all(math.isfinite(float(row[k])) for k in ("score", "seconds") if row[k])
