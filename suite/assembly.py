@@ -89,16 +89,24 @@ def assemble(settings: Settings, processes: Processes) -> Assembly:
     chat = generator_chat(folder, source.name, settings.prompt_template)
     model, _ = load_model(folder, dtype, device)
     judge = _load_judge(settings, dtype, device)
-    ops = make_ops(device, dtype)
+    parts = put_together(settings, chat, model, judge)
+    if processes.is_main:
+        print(describe(parts.plan, model), flush=True)
+    return parts
+
+
+def put_together(
+    settings: Settings, chat: Chat, model: Transformer, judge: RewardModel | str | None
+) -> Assembly:
+    """Plan the memory that is left beside loaded models, and allocate the caches."""
+    ops = make_ops(model.device, model.dtype)
     sampler = make_sampler(settings, model)
     plan = _plan(settings, model, _reward_side(settings, chat, model, judge), ops, sampler)
-    if processes.is_main:
-        print(describe(plan, model), flush=True)
     decoder = _decoder(settings, model, ops, sampler, plan, chat)
     reward, reader = _reward(settings, chat, decoder, judge, plan, ops)
     readers = [decoder, reader] if reader else [decoder]
     chunks = [chunk for each in readers for chunk in (each.chunk, each.prompt_chunk)]
-    return Assembly(chat, decoder, reward, plan, device, chunks)
+    return Assembly(chat, decoder, reward, plan, model.device, chunks)
 
 
 def is_fast(device: torch.device, dtype: torch.dtype) -> bool:
