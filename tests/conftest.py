@@ -21,3 +21,13 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tiny_llama(folder / "tiny-llama")
     make_tiny_reward(folder / "tiny-reward")
     return folder
+
+
+@pytest.fixture
+def search(tiny_models: Path):
+    """`search(alpha=0.5, kv_pages=24, ...)`: a run of a method on the tiny models, its object."""
+    from functools import partial
+
+    from tests.search import run_search
+
+    return partial(run_search, tiny_models)
