@@ -85,16 +85,20 @@ def make_plan(
     max_rows: int | None = None,
     alpha: float | None = None,
     reward_cache: str = "auto",
+    refill: bool = False,
 ) -> Plan:
     """Cut `budget_bytes` of memory for answers' keys and values.
 
     `alpha` is None for Best-of-N, where each answer is read once and keeping what was read is of
-    no use. Raises DoesNotFit where one row at full length does not fit.
+    no use. With `refill` the rows do not shrink, so every round would read all of them again.
+    Raises DoesNotFit where one row at full length does not fit.
     """
     share, keep, why = 1.0, False, "nothing to keep: each answer is read once"
     if reward is not None and alpha is not None:
         share = _generator_share(generator, reward, page_size)
         keep, why = _choose(generator, reward, share, alpha, max_answer_tokens, reward_cache)
+        if refill and reward_cache == "auto":
+            keep, why = True, "refilled rows would be read from their start in every round"
     page_bytes = page_size * generator.token_bytes
     own_bytes = int(budget_bytes * share) if keep else budget_bytes
     pages = max(0, own_bytes) // page_bytes

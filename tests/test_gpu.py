@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks.shapes import random_model
+from engine.decode_state import DecodeState
 from engine.decoder import Decoder
 from engine.kv_cache import PagedKV
 from engine.ops import TorchOps
@@ -82,14 +83,34 @@ def test_graph_equals_eager_launches(small):
     assert graph == eager
 
 
+@torch.inference_mode()
+def decode_hidden(model, ops) -> torch.Tensor:
+    """One decode step of 16 rows with 70 tokens of their own behind a prompt of 100."""
+    rng = torch.Generator(CUDA).manual_seed(3)
+    ids = torch.randint(0, 49152, (100 + 16 * 70 + 16,), device=CUDA, generator=rng)
+    cache = make_cache(model, 16, 128, 256)
+    model.extend(ops, ids[:100], pack(cache, [100], to_prompt=True))
+    cache.prompt_len = 100
+    cache.add_rows(16)
+    cache.grow(70)
+    model.extend(ops, ids[100 : 100 + 16 * 70], pack(cache, [70] * 16, rows=range(16)))
+    cache.grow(71)
+    state = DecodeState.allocate(cache, 16, 1)
+    state.begin(100, 0)
+    state.host_length = 71
+    state.length.fill_(71)
+    state.tokens.copy_(ids[-16:])
+    return model.decode(ops, state, slice(0, 16)).float()
+
+
 def test_two_level_decoding_agrees_with_the_plain_twin(small):
-    """Greedy, from the same prompt: the first tokens agree until bfloat16 rounding parts them."""
-    prompt = list(range(40, 140))
-    fast = texts(make_decoder(small, 16, 80, SamplingParams(0.0), "graph"), prompt, 16, 64)
-    slow = texts(make_decoder(small, 16, 80, SamplingParams(0.0), "slow"), prompt, 16, 64)
-    assert len({tuple(t) for t in fast.values()}) == 1, "greedy rows must be equal"
-    same = np.asarray(fast[0]) == np.asarray(slow[0])
-    assert same[:4].all()
+    """The same step through the kernels and through plain torch, both in bfloat16."""
+    from engine.triton_ops import TritonOps
+
+    slow, fast = decode_hidden(small, TorchOps()), decode_hidden(small, TritonOps())
+    assert (fast - slow).norm() / slow.norm() < 2e-2
+    rows = torch.randperm(16, device=CUDA)
+    assert (fast - slow[rows]).norm() / slow.norm() > 0.5, "rows differ, or this shows nothing"
 
 
 def test_decode_hidden_states_agree_with_one_level_float32(small):
