@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 from suite import arguments
@@ -23,7 +23,6 @@ from suite.stopping import Stopped, Stopping
 
 if TYPE_CHECKING:
     from generator import Generator
-
     from suite.processes import Processes
     from suite.progress import Progress
     from suite.prompts import Prompt
@@ -62,6 +61,7 @@ def run(settings: Settings, stopping: Stopping) -> int:
             processes = stack.enter_context(start(stopping))
             folder = stack.enter_context(open_folder(settings, processes))
             todo = agree(folder, prompts, processes)
+            stack.enter_context(record_memory(settings, folder, processes))
             generator = build(settings, processes) if todo else None
             processes.barrier()  # nobody begins a prompt before every process has its models
         except (ValueError, OSError) as e:
@@ -107,6 +107,14 @@ def agree(folder: RunFolder, prompts: list[Prompt], processes: Processes) -> set
         left = [prompt.json_idx for prompt in prompts if prompt.json_idx not in done]
         _say(f"{len(prompts)} prompts, {len(done)} done before; answers go to {folder.folder}")
     return set(processes.broadcast(left))
+
+
+def record_memory(
+    settings: Settings, folder: RunFolder, processes: Processes
+) -> AbstractContextManager[None]:
+    from suite.memory_history import recorded
+
+    return recorded(settings.record_memory, folder.folder, processes)
 
 
 def build(settings: Settings, processes: Processes) -> Generator:
