@@ -90,55 +90,68 @@ def answer_ids(chat: Chat, text: str) -> list[int]:
     )
 
 
-def read_prompt(model: Transformer, chat: Chat, prompt: str, answers: Sequence[str]) -> list[tuple]:
-    """(negative log-likelihood of all, of the answer or None if empty, answer tokens) for each."""
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """An answer read by the generator, or why it could not be."""
+
+    whole: float  # negative log-likelihood a token, prompt and answer
+    answer: float  # the answer's tokens alone
+    num_tokens: int
+    fault: str | None = None
+
+
+def read_prompt(
+    model: Transformer, chat: Chat, prompt: str, answers: Sequence[str]
+) -> list[Reading]:
+    """One reading for each answer; the prompt is computed once."""
     from engine.scoring import mean_log_likelihood
 
     prompt_ids = chat.prompt_ids(prompt)
+    limit = model.config.max_positions - len(prompt_ids)
+    if limit < 1:
+        fault = f"the prompt has {len(prompt_ids)} tokens, as many as the generator reads"
+        return [Reading(math.nan, math.nan, 0, fault)] * len(answers)
     ids = [answer_ids(chat, text) for text in answers]
-    longest = len(prompt_ids) + max(map(len, ids))
-    if longest > model.config.max_positions:
-        raise ValueError(f"{longest} tokens, the generator reads {model.config.max_positions}")
-    means = mean_log_likelihood(model, prompt_ids, [[], *ids])
+    fitting = [own if len(own) <= limit else [] for own in ids]
+    means = mean_log_likelihood(model, prompt_ids, [[], *fitting])
     # A mean is over every token but the first, which nothing predicts.
     before = len(prompt_ids) - 1
-    own = means[0] * before
-    found = []
-    for mean, answer in zip(means[1:], ids, strict=True):
-        alone = -(mean * (before + len(answer)) - own) / len(answer) if answer else None
-        found.append((-mean, alone, len(answer)))
-    return found
+    return [
+        _reading(mean, means[0] * before, before, len(own), limit)
+        for mean, own in zip(means[1:], ids, strict=True)
+    ]
 
 
-def evaluate(runs: Sequence[Run], model: Transformer, chat: Chat) -> tuple[dict[str, Figures], int]:
-    """Figures by run, and how many answers were left out. A prompt is read once for all runs."""
-    figures = {run.name: Figures() for run in runs}
+def _reading(mean: float, prompt_sum: float, before: int, count: int, limit: int) -> Reading:
+    if count == 0:
+        return Reading(math.nan, math.nan, 0, "the answer is empty")
+    if count > limit:
+        return Reading(math.nan, math.nan, count, f"{count} tokens, there is room for {limit}")
+    alone = (mean * (before + count) - prompt_sum) / count
+    fault = None if math.isfinite(mean) and math.isfinite(alone) else "no finite likelihood"
+    return Reading(-mean, -alone, count, fault)
+
+
+def evaluate(runs: Sequence[Run], model: Transformer, chat: Chat) -> tuple[list[Figures], int]:
+    """Figures of each run, and how many answers were left out."""
+    figures = [Figures() for _ in runs]
     left_out = 0
     for idx in sorted(set().union(*(run.prompts.keys() for run in runs))):
-        by_text: dict[str, list[Run]] = {}
-        for run in runs:
-            if idx in run.prompts and run.prompts[idx].prompt is not None:
-                by_text.setdefault(run.prompts[idx].prompt or "", []).append(run)
-        for prompt, having in by_text.items():
-            answers = [run.prompts[idx].best.output for run in having]  # type: ignore[union-attr]
-            try:
-                found = read_prompt(model, chat, prompt, answers)
-            except ValueError as error:
-                LOG.warning("prompt %d left out: %s", idx, error)
-                left_out += len(having)
-                continue
-            for run, (whole, alone, count) in zip(having, found, strict=True):
-                if alone is None or not math.isfinite(whole) or not math.isfinite(alone):
-                    LOG.warning(
-                        "%s: prompt %d left out, its best answer is empty or has no likelihood",
-                        run.name,
-                        idx,
-                    )
+        by_text: dict[str, list[int]] = {}
+        for place, run in enumerate(runs):
+            if idx in run.prompts and (text := run.prompts[idx].prompt) is not None:
+                by_text.setdefault(text, []).append(place)
+        for prompt, places in by_text.items():
+            best = [runs[place].prompts[idx].best for place in places]
+            answers = [answer.output for answer in best if answer is not None]
+            for place, found in zip(places, read_prompt(model, chat, prompt, answers), strict=True):
+                if found.fault is not None:
+                    LOG.warning("%s: prompt %d left out, %s", runs[place].name, idx, found.fault)
                     left_out += 1
                     continue
-                figures[run.name].whole.append(whole)
-                figures[run.name].answer.append(alone)
-                figures[run.name].num_tokens += count
+                figures[place].whole.append(found.whole)
+                figures[place].answer.append(found.answer)
+                figures[place].num_tokens += found.num_tokens
     return figures, left_out
 
 
@@ -152,7 +165,7 @@ def work(args: argparse.Namespace) -> int:
         model, chat = load_generator(name, model_dir, template)
         figures, left_out = evaluate(runs, model, chat)
         code = EXIT_WRONG if left_out else code
-        rows = [found.row(name) for name, found in figures.items() if found.whole]
+        rows = [f.row(run.name) for run, f in zip(runs, figures, strict=True) if f.whole]
         if not rows:
             continue
         shown_rows = [
