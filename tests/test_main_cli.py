@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,13 @@ REJECTING = [
     *("--max_gen_tokens", "120", "--kv_cache_gb", "0.0002", "--reward_cache", "off"),
     *("--num_prompts", "3", "--seed", "5"),
 ]
+
+
+# Long enough that a kill lands between two files: some 0.2 s a prompt.
+KILLED = {
+    "bon": [*SHORT, "--max_gen_tokens", "100", "--batch_size", "8", "--num_prompts", "8"],
+    "spr": [*REJECTING, "--num_prompts", "8"],
+}
 
 
 @pytest.fixture
@@ -137,9 +145,9 @@ def test_survivors_of_alpha_0_are_best_of_n(cli: Any, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def two_processes(tiny_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An uninterrupted run of both methods with two processes: folders `bon` and `spr`."""
+    """Uninterrupted runs with two processes: folders `short`, and `bon` and `spr` of 8 prompts."""
     folder = tmp_path_factory.mktemp("two")
-    for name, flags in (("bon", SHORT), ("spr", REJECTING)):
+    for name, flags in {"short": SHORT, **KILLED}.items():
         done = run(real(2, tiny_models, folder / name, *flags))
         assert done.returncode == 0, done.stderr
     return folder
@@ -153,7 +161,7 @@ def real(num_processes: int, models: Path, out: Path, *flags: str) -> list[str]:
 def test_two_processes_share_no_candidate(two_processes: Path, cli: Any, tmp_path: Path) -> None:
     assert cli(*SHORT)[0] == 0
     alone = records(tmp_path / "out")
-    together = records(two_processes / "bon")
+    together = records(two_processes / "short")
     assert alone.keys() == together.keys()
     for name, objects in together.items():
         assert [(o["process_rank"], o["process_seed"]) for o in objects] == [(0, 5), (1, 6)]
@@ -348,9 +356,9 @@ def _kill_and_resume(
     """Each kill hits a run somewhere between its start and its end; then a run goes to the end."""
     draw = random.Random(seed)
     for attempt in range(number):
-        method, flags = (("bon", SHORT), ("spr", REJECTING))[attempt % 2]
-        out = tmp_path / f"{method}{attempt // 2}"
-        line = real(2, models, out, *flags)
+        method = ("bon", "spr")[attempt // len(WAYS) % 2 if number > len(WAYS) else attempt % 2]
+        out = tmp_path / f"{method}{attempt}"
+        line = real(2, models, out, *KILLED[method])
         way = WAYS[attempt % len(WAYS)]
         _start_and_kill(line, out, way, draw)
         left = _check_whole(out)
@@ -365,7 +373,9 @@ def _kill_and_resume(
 def _start_and_kill(line: list[str], out: Path, way: str, draw: random.Random) -> None:
     with begin(line) as process:
         wait_for(lambda: len(workers(out)) == 2 or process.poll() is not None, what="two workers")
-        time.sleep(draw.uniform(0, 7))
+        files = draw.randrange(8)  # with 0: while starting; otherwise about when that one appears
+        wait_for(partial(_has_files, process, out, files), what=f"{files} files")
+        time.sleep(draw.uniform(0, 0.3 if files else 4))
         pids = workers(out)
         start = time.monotonic()
         if way == "one" and pids:
@@ -381,6 +391,10 @@ def _start_and_kill(line: list[str], out: Path, way: str, draw: random.Random) -
         wait_for(lambda: not workers(out), limit, f"the end after {way}")
         process.communicate(timeout=60)
         assert time.monotonic() - start < 60
+
+
+def _has_files(process: subprocess.Popen[str], out: Path, number: int) -> bool:
+    return len(records(out)) >= number or process.poll() is not None
 
 
 def _check_whole(out: Path) -> dict[Path, int]:
