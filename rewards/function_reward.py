@@ -7,10 +7,13 @@ the reason, never the run.
 
 from __future__ import annotations
 
-import concurrent.futures
 import importlib
 import math
-from collections.abc import Callable, Sequence
+import operator
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from engine.candidates import Candidate
 from rewards.base import RewardFailed
@@ -44,34 +47,37 @@ class FunctionReward:
             return []
         answers = self.decode([c.answer for c in candidates])
         try:
-            scores = self._call(answers)
+            return self._checked(self._call(answers), len(candidates))
         except RewardFailed:
             raise
         except Exception as error:  # whatever a user's function raises is the prompt's failure
             raise RewardFailed(f"{self.name} raised {type(error).__name__}: {error}") from error
-        return self._checked(scores, len(answers))
 
-    def _call(self, answers: list[str]) -> Sequence[float]:
+    def _call(self, answers: list[str]) -> list[Any]:
         if self.timeout_sec is None:
-            return self.function(self._prompt, answers)
-        # NOTE: a thread that hangs can't be stopped; it is left behind, and not waited for.
-        pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="reward")
-        future = pool.submit(self.function, self._prompt, answers)
+            return _listed(self.function(self._prompt, answers))
+        # NOTE: a thread that hangs can't be stopped; it is left behind, and as a daemon it does not
+        # keep the process from ending.
+        outcome: queue.Queue[tuple[Any, Exception | None]] = queue.Queue(1)
+        work = (self.function, self._prompt, answers, outcome)
+        threading.Thread(target=_run, args=work, name="reward", daemon=True).start()
         try:
-            return future.result(self.timeout_sec)
-        except concurrent.futures.TimeoutError as error:
-            if future.done():
-                raise  # the function's own TimeoutError
+            scores, error = outcome.get(timeout=self.timeout_sec)
+        except queue.Empty:
             raise RewardFailed(
                 f"{self.name} took longer than --reward_timeout {self.timeout_sec:g} s"
-            ) from error
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            ) from None
+        if error is not None:
+            raise error
+        return scores
 
-    def _checked(self, scores: Sequence[float], expected: int) -> list[float]:
+    def _checked(self, scores: list[Any], expected: int) -> list[float]:
+        for score in scores:
+            if isinstance(score, (str, bytes)):
+                raise RewardFailed(f"{self.name} must return a list of numbers, got {score[:40]!r}")
         try:
             numbers = [float(score) for score in scores]
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise RewardFailed(f"{self.name} must return a list of numbers ({error})") from error
         if len(numbers) != expected:
             raise RewardFailed(f"{self.name} returned {len(numbers)} scores for {expected} answers")
@@ -84,13 +90,30 @@ class FunctionReward:
         pass
 
 
+def _listed(scores: Any) -> list[Any]:
+    """A list, array or generator of scores; runs what is left of the user's code."""
+    if isinstance(scores, (Mapping, str, bytes)):
+        raise TypeError(f"a list of numbers is needed, not a {type(scores).__name__}")
+    return list(scores)
+
+
+def _run(function: Callable, prompt: str, answers: list[str], outcome: queue.Queue) -> None:
+    """The body of the thread: the function's scores, or what it raised."""
+    try:
+        outcome.put((_listed(function(prompt, answers)), None))
+    except Exception as error:  # handed over to the thread that waits
+        outcome.put(([], error))
+
+
 def load_function(name: str) -> Callable:
     """`module:function`. Raises ValueError where there is none, or it can't be called."""
     module, _, attribute = name.partition(":")
     try:
-        function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"reward {name!r}: {error}; it must be importable from here") from error
+        function = operator.attrgetter(attribute)(importlib.import_module(module))
+    except Exception as error:  # importing runs the user's code, which may raise anything
+        raise ValueError(
+            f"reward {name!r}: {type(error).__name__}: {error}; it must be importable from here"
+        ) from error
     if not callable(function):
         raise ValueError(f"reward {name!r} is a {type(function).__name__}, not a function")
     return function

@@ -6,6 +6,7 @@ computes in float32. No head runs code from a model's repository.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,8 +16,8 @@ from torch.nn.functional import linear, relu
 from engine.weights import BadWeights
 
 # End of the user's turn and the assistant's header, as ArmoRM's code finds its gating position:
-# <|eot_id|> <|start_header_id|> assistant <|end_header_id|> "\n\n".
-ARMO_HEADER_LENGTH = 5
+# ids 128009, 128006, 78191, 128007, 271 of Llama 3's vocabulary.
+ARMO_HEADER = ("<|eot_id|>", "<|start_header_id|>", "assistant", "<|end_header_id|>", "ĊĊ")
 
 
 class Head(Protocol):
@@ -59,7 +60,7 @@ class GatedHead:
     gating: torch.Tensor | None = None  # [objectives]
 
     def begin(self, prompt_hidden: torch.Tensor) -> None:
-        x = prompt_hidden[len(prompt_hidden) - ARMO_HEADER_LENGTH].float()
+        x = prompt_hidden[len(prompt_hidden) - len(ARMO_HEADER)].float()
         for i, (weight, bias) in enumerate(self.layers):
             x = linear(x, weight, bias)
             if i < len(self.layers) - 1:
@@ -103,13 +104,15 @@ def _gated(config: dict, tensors: dict[str, torch.Tensor]) -> GatedHead:
     objectives = config.get("num_objectives", 19)
     wide = config.get("gating_hidden_dim", 1024)
     num_hidden = config.get("gating_n_hidden", 3)
+    sizes = [config["hidden_size"], *[wide] * num_hidden, objectives]
     expected = {
         "regression_layer.weight": (objectives, config["hidden_size"]),
         "reward_transform_matrix": (objectives, objectives),
         "gating.logit_scale": (1,),
-        "gating.layers.0.weight": (wide if num_hidden else objectives, config["hidden_size"]),
-        f"gating.layers.{num_hidden}.bias": (objectives,),
     }
+    for i, (size_in, size_out) in enumerate(itertools.pairwise(sizes)):
+        expected[f"gating.layers.{i}.weight"] = (size_out, size_in)
+        expected[f"gating.layers.{i}.bias"] = (size_out,)
     for name, shape in expected.items():
         if tensors[name].shape != shape:
             raise BadWeights(

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from engine.config import ModelConfig, UnsupportedModel, read_config
 from engine.model import Transformer
 from engine.weights import BadWeights, load_model, merge_lora
-from rewards.heads import Head, build_head, head_names
+from rewards.heads import ARMO_HEADER, Head, build_head, head_names
 from suite.chat import Chat, reward_chat
 from suite.model_files import GENERATORS
 from suite.models import ModelSource, resolve
@@ -43,6 +43,8 @@ def load_reward_model(source: ModelSource, dtype: torch.dtype, device: torch.dev
             "perplexity, give the same name as --llm_name and --reward_model_name"
         )
     chat = reward_chat(folder, source.name, architecture)
+    if architecture == "LlamaForRewardModelWithGating":
+        _check_header(folder, chat)
     prefix = "backbone_model." if architecture == "RewardModel" else ""
     config = backbone_config(folder, raw, architecture)
     backbone, tensors = load_model(
@@ -55,6 +57,17 @@ def load_reward_model(source: ModelSource, dtype: torch.dtype, device: torch.dev
     )
     shape = {**raw, "hidden_size": config.hidden_size}
     return RewardModel(backbone, build_head(architecture, shape, tensors), chat)
+
+
+def _check_header(folder: Path, chat: Chat) -> None:
+    """ArmoRM's gating is read at the first token of the assistant's header."""
+    header = tuple(chat.tokenizer.convert_ids_to_tokens(chat.header_ids))
+    if header != ARMO_HEADER:
+        raise ValueError(
+            f"{folder}: the chat template puts {' '.join(header)} between prompt and answer; "
+            f"ArmoRM reads its gating at the first token of {' '.join(ARMO_HEADER)}, so take the "
+            "published tokenizer"
+        )
 
 
 def backbone_config(folder: Path, raw: dict, architecture: str) -> ModelConfig:

@@ -74,7 +74,7 @@ class ModelReward:
         sequences = dict(zip([c.index for c in candidates], self._ids(candidates), strict=True))
         hidden = self.reader.read(sequences)
         self.last_hidden = hidden
-        return self.head.score(hidden).tolist()
+        return [_number(score) for score in self.head.score(hidden).tolist()]
 
     def keep_only(self, indices: Sequence[int]) -> None:
         self.reader.keep_only(indices)
@@ -84,20 +84,25 @@ class ModelReward:
 
     def _ids(self, candidates: Sequence[Candidate]) -> list[np.ndarray]:
         """The whole conversation of each candidate in the reward model's ids."""
-        after = np.asarray(self.chat.after_ids, dtype=np.int64)
         if self.decode is None:
-            bodies = [np.concatenate((self._prompt_ids, c.answer)) for c in candidates]
+            after = self.chat.after_ids
+            whole = [np.concatenate((self._prompt_ids, c.answer, after)) for c in candidates]
         else:
             texts = self.decode([c.answer for c in candidates])
             whole = self.chat.conversation_ids(self._prompt, texts)
-            bodies = [np.asarray(ids[: len(ids) - len(after)], dtype=np.int64) for ids in whole]
-        limit = self.reader.model.config.max_positions - len(after)
-        for candidate, body in zip(candidates, bodies, strict=True):
-            if len(body) > limit:
-                self.truncated.add(candidate.index)
-        if not len(after):  # something must be read: an empty answer is scored at the prompt's end
-            limit = max(limit, 1)
-        return [np.concatenate((body[:limit], after)) for body in bodies]
+        return [
+            self._bounded(candidate.index, np.asarray(ids, dtype=np.int64))
+            for candidate, ids in zip(candidates, whole, strict=True)
+        ]
+
+    def _bounded(self, index: int, ids: np.ndarray) -> np.ndarray:
+        """Cut what is too long for the model: the answer's end, never what closes it."""
+        limit = self.reader.model.config.max_positions
+        if len(ids) <= limit:
+            return ids
+        self.truncated.add(index)
+        after = np.asarray(self.chat.after_ids, dtype=np.int64)
+        return np.concatenate((ids[: limit - len(after)], after))
 
 
 class SelfReward:
@@ -129,13 +134,18 @@ class SelfReward:
     def score(self, candidates: Sequence[Candidate]) -> list[float]:
         sequences = {c.index: np.concatenate((self._prompt_ids, c.answer)) for c in candidates}
         sums = self.likelihood.read(sequences)
-        return [-_exp(-total / count) if count else math.nan for total, count in sums]
+        return [_number(-_exp(-total / count)) if count else math.nan for total, count in sums]
 
     def keep_only(self, indices: Sequence[int]) -> None:
         self.likelihood.reader.keep_only(indices)
 
     def fork(self, parents: Sequence[int], children: Sequence[int]) -> None:
         self.likelihood.fork(parents, children)
+
+
+def _number(score: float) -> float:
+    """An infinite score is none."""
+    return score if math.isfinite(score) else math.nan
 
 
 def _exp(x: float) -> float:

@@ -94,6 +94,11 @@ class Chat:
         """What closes an answer, for callers that carry the answer's ids themselves."""
         return self._after_ids
 
+    @property
+    def header_ids(self) -> list[int]:
+        """What stands between the prompt and the answer."""
+        return self._encode(self.form.between, split=False)
+
     def decode(self, answers: Sequence[Sequence[int]]) -> list[str]:
         """The text of each answer, control tokens left out."""
         return self.tokenizer.batch_decode(

@@ -1,0 +1,405 @@
+"""Reward models against their scores worked out apart: kinds, rounds, tokenizers, odd answers."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.candidates import Candidate, End
+from engine.config import UnsupportedModel
+from engine.weights import BadWeights
+from rewards.loading import load_reward_model
+from rewards.model_reward import ModelReward, SelfReward
+from suite.chat import generator_chat
+from suite.models import resolve
+from tests.harness import CPU, load, new_reader, reference
+from tests.reward_models import (
+    armo_score,
+    classifier_scores,
+    eurus_score,
+    farm_score,
+    make_armo,
+    make_eurus,
+    make_farm,
+    merge_tokens,
+)
+from tests.tiny import make_tiny_llama, make_tiny_reward
+
+TOLERANCE = 1e-4
+PROMPT = "Name a colour of the sky, and say why."
+ANSWERS = ["Blue.", "", "\n\nAs a poet:\n it is grey", "abcabcabc ok: ok", "x" * 90, "é 🚀 يمين"]
+Score = Callable[[Path, list[int]], float]
+
+
+def classifier_score(folder: Path, ids: list[int]) -> float:
+    return classifier_scores(folder, [ids], "right")[0]
+
+
+KINDS: dict[str, tuple[Callable[[Path], Path], Score]] = {
+    **{
+        arch: (lambda folder, arch=arch: make_tiny_reward(folder, arch=arch), classifier_score)
+        for arch in ("llama", "mistral", "qwen2", "qwen3")
+    },
+    "armo": (make_armo, armo_score),
+    "eurus": (make_eurus, eurus_score),
+    "farm": (make_farm, farm_score),
+    "farm without sizes": (lambda folder: make_farm(folder, with_sizes=False), farm_score),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(folder, its score of token ids by plain torch)."""
+    make, score = KINDS[request.param]
+    return make(tmp_path_factory.mktemp("reward") / "model"), score
+
+
+@pytest.fixture(scope="module")
+def generator(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return generator_chat(make_tiny_llama(tmp_path_factory.mktemp("generator")), "tiny")
+
+
+def build(folder: Path, decode: Any = None, **options: Any) -> ModelReward:
+    made = load_reward_model(resolve(str(folder), role="reward"), torch.float32, CPU)
+    return ModelReward(new_reader(made.backbone, **options), made.head, made.chat, decode)
+
+
+def candidate(index: int, ids: list[int], end: End = End.RUNNING) -> Candidate:
+    return Candidate(index, np.asarray(ids, dtype=np.int32), end)
+
+
+def candidates(generator: Any, texts: list[str]) -> list[Candidate]:
+    """Answers as the generator's ids; every other one has stopped."""
+    encode = generator.tokenizer
+    return [
+        candidate(i, [*encode(text)["input_ids"], 2], End.STOP)
+        if i % 2
+        else candidate(i, encode(text)["input_ids"])
+        for i, text in enumerate(texts)
+    ]
+
+
+def from_scratch(reward: ModelReward, folder: Path, score: Score, texts: list[str]) -> list[float]:
+    """The text of each whole conversation, tokenised at once, by plain torch."""
+    return [score(folder, ids) for ids in reward.chat.conversation_ids(PROMPT, texts)]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_scores_equal_those_of_the_published_models(kind, generator, keep: bool) -> None:
+    """CASES 3, 4: among them an empty answer and one with leading newlines."""
+    folder, score = kind
+    reward = build(folder, generator.decode, keep=keep)
+    reward.begin(PROMPT)
+    got = reward.score(candidates(generator, ANSWERS))
+    expected = from_scratch(reward, folder, score, ANSWERS)
+    assert got == pytest.approx(expected, abs=TOLERANCE)
+    assert np.std(expected) > 0.05, "answers that all score alike show nothing"
+
+
+def test_every_conversation_has_one_bos_where_the_format_has_one(kind) -> None:
+    """CASES 5."""
+    folder, _ = kind
+    chat = build(folder).chat
+    for ids in chat.conversation_ids(PROMPT, ANSWERS):
+        bos = chat.tokenizer.bos_token_id
+        if chat.tokenizer.chat_template and "bos_token" not in chat.tokenizer.chat_template:
+            assert ids.count(bos) == 2, "ChatML: one a turn, none in front"
+        else:
+            assert ids[0] == bos and ids.count(bos) == 1
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("arch", ["llama", "mistral", "qwen2", "qwen3"])
+def test_padding_has_no_effect(tmp_path: Path, generator, arch: str, side: str) -> None:
+    """CASES 1: transformers' padded batch on either side, against our packed reading."""
+    folder = make_tiny_reward(tmp_path, arch=arch)
+    reward = build(folder)
+    reward.begin(PROMPT)
+    mine = candidates(generator, ANSWERS)
+    sequences = [ids.tolist() for ids in reward._ids(mine)]
+    expected = classifier_scores(folder, sequences, side)
+    assert reward.score(mine) == pytest.approx(expected, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("decode", [True, False], ids=["text", "ids"])
+def test_chunks_of_1_7_and_64_have_one_winner(tmp_path: Path, generator, decode: bool) -> None:
+    """CASES 2: 64 answers, three chunk sizes, both orders."""
+    folder = make_tiny_reward(tmp_path)
+    rng = np.random.default_rng(0)
+    texts = ["".join(rng.choice(list("abc ok:"), rng.integers(1, 60))) for _ in range(64)]
+    mine = candidates(generator, texts)
+    results = []
+    for chunk in (1, 7, 64, 4096):
+        for order in (mine, mine[::-1]):
+            reward = build(folder, generator.decode if decode else None, chunk_tokens=chunk)
+            reward.begin(PROMPT)
+            scores = dict(zip([c.index for c in order], reward.score(order), strict=True))
+            results.append([scores[i] for i in range(64)])
+    assert len({int(np.argmax(scores)) for scores in results}) == 1
+    assert np.ptp(np.asarray(results), axis=0).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("merges", [False, True], ids=["same ids", "merging tokenizer"])
+def test_five_rounds_equal_scoring_from_scratch(tmp_path: Path, generator, merges: bool) -> None:
+    """Growing answers with drops and forks; with merges the border of a round is re-read."""
+    folder = make_tiny_reward(tmp_path, vocab=320)
+    if merges:
+        merge_tokens(folder, ["abc", "ok", ":Ġ", "caok", "Ċa", "bb"])
+    reward = build(folder, generator.decode if merges else None)
+    reward.begin(PROMPT)
+    rng = np.random.default_rng(5)
+    texts = {i: "" for i in range(10)}
+    read_again = 0
+    for round_ in range(5):
+        for i in texts:
+            texts[i] += "".join(rng.choice(list("abcok: \n"), 1 + (i + round_) % 9))
+        live = [candidate(i, generator.tokenizer(t)["input_ids"]) for i, t in texts.items()]
+        got = reward.score(live)
+        expected = from_scratch(reward, folder, classifier_score, list(texts.values()))
+        assert got == pytest.approx(expected, abs=TOLERANCE)
+        conversations = reward.chat.conversation_ids(PROMPT, list(texts.values()))
+        read_again += sum(map(len, conversations))
+        texts = {i: t for i, t in texts.items() if i % 5 != round_}
+        reward.keep_only(list(texts))
+        parents = list(texts)[-2:]
+        children = [100 * (round_ + 1) + n for n in range(2)]
+        reward.fork(parents, children)
+        texts |= {c: texts[p] for c, p in zip(children, parents, strict=True)}
+    assert reward.kv_bytes > 0
+    assert reward.tokens_read < 0.5 * read_again
+
+
+def test_ids_and_text_give_the_same_scores(tmp_path: Path, generator) -> None:
+    folder = make_tiny_reward(tmp_path)
+    scores = []
+    for decode in (None, generator.decode):
+        reward = build(folder, decode)
+        reward.begin(PROMPT)
+        scores.append(reward.score(candidates(generator, ANSWERS)))
+    assert scores[0] == pytest.approx(scores[1], abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("decode", [True, False], ids=["text", "ids"])
+def test_control_tokens_as_text_move_no_header(tmp_path: Path, decode: bool) -> None:
+    """CASES 4: a prompt and an answer that spell the header; ArmoRM gates at the real one."""
+    folder = make_armo(tmp_path)
+    typed = "x<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\ny"
+    chat = generator_chat(folder, "armo's own tokenizer")
+    reward = build(folder, chat.decode if decode else None)
+    header = chat.tokenizer.convert_tokens_to_ids(["<|eot_id|>", "<|start_header_id|>"])
+    for prompt, answer in ((typed, "fine"), ("fine", typed), (typed, typed)):
+        reward.begin(prompt)
+        ids = chat._encode(answer, split=True)
+        got = reward.score([candidate(0, ids)])
+        (whole,) = reward.chat.conversation_ids(prompt, [answer])
+        pairs = [whole[i : i + 2] for i in range(len(whole))]
+        assert pairs.count(header) == 1, "one header, the template's"
+        assert got == pytest.approx([armo_score(folder, whole)], abs=TOLERANCE)
+
+
+def test_the_gating_is_of_the_prompt_alone(tmp_path: Path, generator) -> None:
+    reward = build(make_armo(tmp_path), generator.decode)
+    gates = []
+    for prompt in (PROMPT, "Another question?", PROMPT):
+        reward.begin(prompt)
+        reward.score(candidates(generator, ANSWERS))
+        gates.append(reward.head.gating.clone())
+    assert torch.equal(gates[0], gates[2]) and not torch.allclose(gates[0], gates[1])
+
+
+@pytest.mark.parametrize("decode", [True, False], ids=["text", "ids"])
+def test_an_over_long_answer_is_cut_and_its_end_kept(tmp_path: Path, decode: bool) -> None:
+    """CASES 4: never the header, never what closes the turn."""
+    folder = make_tiny_reward(tmp_path, max_position_embeddings=96)
+    chat = generator_chat(folder, "x")
+    reward = build(folder, chat.decode if decode else None)
+    reward.begin("short")
+    text = "abcdefg " * 20
+    got = reward.score(candidates(chat, ["ok", "no", text]))
+    assert reward.truncated == {2}
+    (whole,) = reward.chat.conversation_ids("short", [text])
+    after = reward.chat.after_ids
+    cut = whole[: 96 - len(after)] + after
+    expected = classifier_scores(folder, [cut], "right")[0]
+    assert got[2] == pytest.approx(expected, abs=TOLERANCE)
+    grown = reward.score(candidates(chat, ["ok", "no", text + "more"]))
+    assert grown[2] == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_a_prompt_too_long_for_the_reward_model_is_named(tmp_path: Path) -> None:
+    folder = make_tiny_reward(tmp_path, max_position_embeddings=64)
+    reward = build(folder)
+    with pytest.raises(ValueError, match=r"reads at most 64"):
+        reward.begin("long " * 30)
+    reward.begin("short")
+
+
+def test_a_nan_in_the_weights_is_a_score_that_is_no_number(tmp_path: Path, generator) -> None:
+    """CASES 6: of the row that has it, and of no other; infinite is no number either."""
+    folder = make_tiny_reward(tmp_path)
+    poison = generator.tokenizer("~")["input_ids"][0]
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][poison] = math.nan
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    reward = build(folder, keep=True)
+    reward.begin(PROMPT)
+    got = reward.score(candidates(generator, ["fine", "bad ~", "fine too", ""]))
+    clean = build(make_tiny_reward(tmp_path / "clean"))
+    clean.begin(PROMPT)
+    expected = clean.score(candidates(generator, ["fine", "bad", "fine too", ""]))
+    assert math.isnan(got[1])
+    assert [got[i] for i in (0, 2, 3)] == pytest.approx([expected[i] for i in (0, 2, 3)], abs=1e-4)
+    clean.head.weight[:] = 3e38
+    scores = clean.score(candidates(generator, ["fine", "other"]))
+    assert all(math.isnan(score) or abs(score) < math.inf for score in scores)
+
+
+# ---- checkpoints that do not fit -------------------------------------------------------------
+
+
+def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "message"),
+    [
+        (make_tiny_reward, lambda t: t.pop("score.weight"), "missing: score.weight"),
+        (make_tiny_reward, lambda t: t.update(other=torch.zeros(1)), "not used: other"),
+        (make_armo, lambda t: t.pop("gating.layers.2.bias"), "missing: gating.layers.2.bias"),
+        (make_armo, lambda t: t.update({"score.weight": torch.zeros(1, 32)}), "not used: score"),
+        (
+            make_armo,
+            lambda t: t.update({"gating.layers.4.weight": torch.zeros(3, 3)}),
+            "not used: gating",
+        ),
+        (
+            make_armo,
+            lambda t: t.update({"reward_transform_matrix": torch.zeros(19, 18)}),
+            "shape \\(19, 18\\)",
+        ),
+        (
+            make_armo,
+            lambda t: t.update({"gating.layers.1.weight": torch.zeros(24, 23)}),
+            r"gating\.layers\.1\.weight",
+        ),
+        (make_eurus, lambda t: t.pop("regression_head.weight"), "missing: regression_head"),
+        (
+            make_eurus,
+            lambda t: t.update({"regression_head.weight": torch.zeros(2, 32)}),
+            "not a reward model with one score",
+        ),
+        (make_farm, lambda t: t.pop("reward_head.bias"), "missing: reward_head.bias"),
+        (
+            make_farm,
+            lambda t: t.update({"score.weight": torch.zeros(1, 32)}),
+            "not used: score.weight",
+        ),
+    ],
+)
+def test_a_head_that_does_not_fit_is_an_error(tmp_path: Path, make, change, message) -> None:
+    """CASES 3: unused or missing head weights are never a warning."""
+    folder = edit(make(tmp_path / "model"), change)
+    with pytest.raises(BadWeights, match=message):
+        build(folder)
+
+
+def test_two_labels_are_an_error(tmp_path: Path) -> None:
+    """By the config, or (transformers leaves two labels out of it) by the head's shape."""
+    with pytest.raises(ValueError, match="one label"):
+        build(make_tiny_reward(tmp_path / "three", num_labels=3))
+    folder = make_tiny_reward(tmp_path / "two", num_labels=2)
+    assert "id2label" not in json.loads((folder / "config.json").read_text())
+    with pytest.raises(BadWeights, match=r"this one is \(2, 32\)"):
+        build(folder)
+
+
+def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="without a reward head"):
+        build(make_tiny_llama(tmp_path))
+
+
+def test_armo_with_another_template_is_refused(tmp_path: Path) -> None:
+    folder = make_armo(tmp_path)
+    from tests.tiny import CHAT_TEMPLATE
+
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    with pytest.raises(ValueError, match="take the published tokenizer"):
+        build(folder)
+
+
+def test_farm_without_its_base_beside_it_says_so(tmp_path: Path) -> None:
+    folder = make_farm(tmp_path / "model", with_sizes=False)
+    shutil.rmtree(tmp_path / "llama-7b-base")
+    with pytest.raises(UnsupportedModel, match=r"llama-7b-base\) beside it"):
+        build(folder)
+
+
+# ---- self-reward -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_self_reward_is_minus_the_perplexity_by_transformers(tmp_path, keep: bool) -> None:
+    folder = make_tiny_llama(tmp_path)
+    chat, hf = generator_chat(folder, "x"), reference(folder)
+    reward = SelfReward(new_reader(load(folder), keep=keep), chat.prompt_ids)
+    reward.begin(PROMPT)
+    texts = dict(enumerate(ANSWERS))
+    for round_ in range(3):
+        live = candidates(chat, list(texts.values()))
+        for got, c in zip(reward.score(live), live, strict=True):
+            ids = torch.tensor([[*chat.prompt_ids(PROMPT), *c.answer.tolist()]])
+            with torch.inference_mode():
+                loss = hf(ids, labels=ids).loss.item()
+            assert got == pytest.approx(-math.exp(loss), rel=1e-4)
+        texts = {i: t + " more"[: round_ + 2] for i, t in texts.items()}
+        texts = {i: t for i, t in texts.items() if i % 2 == 0}
+        texts = dict(enumerate(ANSWERS)) if len(texts) == 1 else texts
+        reward.keep_only([])
+    assert reward.kv_bytes == 0
+    assert reward.fixed_tokens() == (len(chat.prompt_ids(PROMPT)), 0)
+    reward.reset_counter()
+    assert reward.tokens_read == 0
+
+
+def test_self_reward_keeps_the_sums_of_what_it_has_read(tmp_path: Path) -> None:
+    folder = make_tiny_llama(tmp_path)
+    chat = generator_chat(folder, "x")
+    reward = SelfReward(new_reader(load(folder)), chat.prompt_ids)
+    fresh = SelfReward(new_reader(load(folder), keep=False), chat.prompt_ids)
+    for each in (reward, fresh):
+        each.begin(PROMPT)
+    texts = {0: [5, 6, 7], 1: [8, 9], 2: []}
+    for step in range(4):
+        live = [candidate(i, ids) for i, ids in texts.items()]
+        before = reward.tokens_read
+        assert reward.score(live) == pytest.approx(fresh.score(live), rel=1e-5)
+        assert reward.tokens_read - before == (5 if step == 0 else 2 * len(texts) - 2)
+        reward.fork([1], [10 + step])
+        fresh.fork([1], [10 + step])
+        texts[10 + step] = list(texts[1])
+        texts = {i: ids + [20 + i, 30 + step] if i != 2 else ids for i, ids in texts.items()}
+    assert reward.kv_bytes > 0 and fresh.kv_bytes == 0
+
+
+def test_nothing_to_score_reads_nothing(tmp_path: Path) -> None:
+    folder = make_tiny_llama(tmp_path)
+    chat = generator_chat(folder, "x")
+    own = SelfReward(new_reader(load(folder)), chat.prompt_ids)
+    model = build(make_tiny_reward(tmp_path / "reward"))
+    for reward in (own, model):
+        reward.begin(PROMPT)
+        before = reward.tokens_read
+        assert reward.score([]) == [] and reward.tokens_read == before
