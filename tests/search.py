@@ -19,6 +19,7 @@ def run_search(
     *,
     kv_pages: int | None = None,
     prompt: str = PROMPT,
+    json_idx: int = 7,
     reward: str = "tiny-reward",
     head: Any = None,
     **changes: Any,
@@ -44,9 +45,9 @@ def run_search(
     parts = assemble(settings, processes)
     if kv_pages is not None:
         shrink(parts, kv_pages)
-    record = {"JSON_idx": 7, "prompt": prompt}
+    record = {"JSON_idx": json_idx, "prompt": prompt}
     generator = Generator(settings, processes, parts, head)
-    return generator.run(Prompt(7, prompt, record), Progress(1, speaks=False))
+    return generator.run(Prompt(json_idx, prompt, record), Progress(1, speaks=False))
 
 
 def shrink(parts: Any, pages: int) -> None:
