@@ -163,6 +163,12 @@ def _load_judge(
     return load_reward_model(source, dtype, device)
 
 
+def _shares_ids(chat: Chat, model: Transformer, judge: RewardModel) -> bool:
+    """Whether the reward model can read the generator's ids as they are, each one of them."""
+    fits = model.config.vocab_size <= judge.backbone.config.vocab_size
+    return fits and same_vocabulary(chat.tokenizer, judge.chat.tokenizer)
+
+
 def _reward_side(
     settings: Settings, chat: Chat, model: Transformer, judge: RewardModel | str | None
 ) -> tuple[Transformer, int] | None:
@@ -172,7 +178,7 @@ def _reward_side(
         return None
     if judge is None:
         return model, bound
-    same = same_vocabulary(chat.tokenizer, judge.chat.tokenizer)
+    same = _shares_ids(chat, model, judge)
     longest = (bound if same else 2 * bound) + LONGEST_TEMPLATE
     return judge.backbone, min(judge.backbone.config.max_positions, longest)
 
@@ -305,7 +311,7 @@ def _reward(
     if judge is None:
         reader = _reader(decoder.model, ops, plan, same_text=True)
         return SelfReward(reader, chat.prompt_ids), reader
-    same = same_vocabulary(chat.tokenizer, judge.chat.tokenizer)
+    same = _shares_ids(chat, decoder.model, judge)
     reader = _reader(judge.backbone, ops, plan, same_text=same)
     decode = None if same else chat.decode
     return ModelReward(reader, judge.head, judge.chat, decode), reader
