@@ -6,10 +6,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from engine.kernels.launch import early_start
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, inner, programs_per_row, BLOCK: tl.constexpr):
+def _silu_mul_kernel(gate_up, out, inner, programs_per_row, PDL: tl.constexpr, BLOCK: tl.constexpr):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = (tl.program_id(0) // programs_per_row).to(tl.int64)
     column = (tl.program_id(0) % programs_per_row) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
@@ -28,5 +34,7 @@ def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
         out = torch.empty((rows, inner), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, triton.next_power_of_2(inner))
     programs = triton.cdiv(inner, block)
-    _silu_mul_kernel[(rows * programs,)](gate_up, out, inner, programs, BLOCK=block, num_warps=4)
+    _silu_mul_kernel[(rows * programs,)](
+        gate_up, out, inner, programs, BLOCK=block, num_warps=4, **early_start(gate_up.device, rows)
+    )
     return out

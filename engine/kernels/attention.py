@@ -3,9 +3,8 @@
 The prefix kernel stacks the queries of all rows against the prompt's keys, which are read once for
 a block of queries instead of once a row. The suffix kernel streams each row's pages, and starts its
 online softmax from the prefix kernel's states, so that merging the levels costs no pass of its own.
-The first is bound by arithmetic and the second by memory: on a GPU both run at once, on two
-streams, and whichever part of a query comes last merges it. With few rows the own keys are split
-over more programs (`suffix_splits`), and a third kernel combines the states.
+With few rows the own keys are split over more programs (`suffix_splits`), both levels run at once
+on two streams, and a third kernel combines the states.
 NOTE: a plan fixes the launch for a number of rows; lengths are read on the device.
 """
 
@@ -19,11 +18,12 @@ import triton
 from torch import Tensor
 
 from engine.kernels.attention_kernels import combine_kernel, prefix_kernel, suffix_kernel
+from engine.kernels.launch import early_start
 
 LOG2_E = math.log2(math.e)
 MAX_PREFIX_SPLITS = 16
 MAX_SUFFIX_SPLITS = 32
-MIN_MEET_PROMPT = 1024  # tokens: below it the counters cost more than they hide
+LONG_PROMPT = 1024  # tokens from which larger blocks of queries pay
 MIN_SPLIT_BLOCKS = 4  # of keys in a part: a short row uses fewer parts than its plan has
 MIN_DOT_ROWS = 16  # of tl.dot: a group of queries is padded to it
 
@@ -41,14 +41,16 @@ class AttentionPlan:
     suffix_block_n: int
     suffix_warps: int
     suffix_stages: int
-    prefix_registers: int  # at most, a thread; 0 leaves it to the compiler
-    meet: bool  # both levels at once, merged by the last to arrive
+
+    @property
+    def at_once(self) -> bool:
+        """The prefix kernel runs beside the suffix kernel."""
+        return self.prefix_splits > 0 and self.suffix_splits > 1
 
     @property
     def num_states(self) -> int:
         """Partial softmax states of each query that pass through memory."""
-        own = self.suffix_splits if self.suffix_splits > 1 or self.meet else 0
-        return self.prefix_splits + own
+        return self.prefix_splits + (self.suffix_splits if self.suffix_splits > 1 else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +59,14 @@ class AttentionWorkspace:
 
     output: Tensor  # [states * rows * H * d] in the data's dtype
     lse: Tensor  # [states * rows * H] float32, base 2
-    arrivals: Tensor  # [rows * H] int32, 0 between calls
-    side_stream: torch.cuda.Stream | None  # where the prefix kernel runs; None on a CPU
+    side_stream: torch.cuda.Stream | None  # where few rows' prefix kernel runs; None on a CPU
+
+    def serves(self, plan: AttentionPlan, rows: int, num_heads: int) -> bool:
+        return self.lse.numel() >= plan.num_states * rows * num_heads
+
+    @property
+    def arrivals(self) -> Tensor:  # another name for what bounds `serves`
+        return self.lse
 
 
 def plan_attention(
@@ -74,12 +82,12 @@ def plan_attention(
     """The launch for this many rows; `prompt_tokens` is the longest prompt to expect (or 0)."""
     wide = dtype == torch.float32  # twice the bytes in shared memory, no matrix units
     queries = rows * (num_heads // num_kv_heads)
-    block_m = 16 if queries <= 16 or wide else 64 if queries <= 64 else 128
+    large = queries > 64 and prompt_tokens >= LONG_PROMPT
+    block_m = 16 if queries <= 16 or wide else 128 if large else 64
     block_n = 64 if not wide else 32
     programs = triton.cdiv(queries, block_m) * num_kv_heads
     blocks = triton.cdiv(prompt_tokens, block_n)
     suffix_splits = max(1, min(num_multiprocessors // (rows * num_kv_heads), MAX_SUFFIX_SPLITS))
-    meet = prompt_tokens >= MIN_MEET_PROMPT and suffix_splits == 1 and head_dim >= 128
     return AttentionPlan(
         prefix_splits=min(max(1, num_multiprocessors // programs), blocks, MAX_PREFIX_SPLITS),
         prefix_block_m=block_m,
@@ -90,8 +98,6 @@ def plan_attention(
         suffix_block_n=min(page_size, block_n),
         suffix_warps=4,
         suffix_stages=3 if not wide else 1,
-        prefix_registers=176 if meet else 0,
-        meet=meet,
     )
 
 
@@ -103,13 +109,11 @@ def make_workspace(
     device: torch.device | str,
 ) -> AttentionWorkspace:
     """Memory for any of these launches, one at a time."""
-    queries = num_heads * max(plans)
     states = num_heads * max(rows * plan.num_states for rows, plan in plans.items())
     on_gpu = torch.device(device).type == "cuda"
     return AttentionWorkspace(
         torch.empty(states * head_dim, dtype=dtype, device=device),
         torch.empty(states, dtype=torch.float32, device=device),
-        torch.zeros(queries, dtype=torch.int32, device=device),
         torch.cuda.Stream(device, priority=-1) if on_gpu else None,
     )
 
@@ -130,16 +134,13 @@ def decode_attention(
 ) -> Tensor:
     """Attention of one new token a row over the prompt and the row's pages: [rows, H * d]."""
     rows, num_heads, head_dim = q.shape
-    assert not plan.meet or plan.suffix_splits == 1, "split rows are merged by a kernel of its own"
-    assert workspace.lse.numel() >= plan.num_states * rows * num_heads, "workspace too small"
-    assert workspace.arrivals.numel() >= rows * num_heads, "workspace too small"
+    assert workspace.serves(plan, rows, num_heads), "workspace too small"
     if out is None:
         out = torch.empty((rows, num_heads * head_dim), dtype=q.dtype, device=q.device)
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
-    prefix = (q, k_prefix, v_prefix, prefix_len, plan, workspace, out, scale)
+    prefix = (q, k_prefix, v_prefix, prefix_len, plan, workspace, scale)
     suffix = (q, k_pages, v_pages, table, length, plan, workspace, out, scale)
-    at_once = plan.prefix_splits and (plan.meet or plan.suffix_splits > 1)
-    if at_once and workspace.side_stream is not None:
+    if plan.at_once and workspace.side_stream is not None:
         main, side = torch.cuda.current_stream(), workspace.side_stream
         side.wait_stream(main)
         with torch.cuda.stream(side):
@@ -162,10 +163,9 @@ def prefix_attention(
     prefix_len: Tensor,
     plan: AttentionPlan,
     workspace: AttentionWorkspace,
-    out: Tensor,
     scale: float,
 ) -> None:
-    """First level: all rows on the prompt. Writes states, and `out` where it comes last."""
+    """First level: the states of all rows on the prompt, into the workspace."""
     rows, num_heads, head_dim = q.shape
     num_kv_heads = k_prefix.shape[0]
     assert q.is_contiguous(), "queries must be contiguous"
@@ -179,8 +179,6 @@ def prefix_attention(
         prefix_len,
         workspace.output,
         workspace.lse,
-        workspace.arrivals,
-        out,
         rows,
         k_prefix.stride(0),
         scale * LOG2_E,
@@ -191,10 +189,9 @@ def prefix_attention(
         BLOCK_M=plan.prefix_block_m,
         BLOCK_N=plan.prefix_block_n,
         SPLITS=plan.prefix_splits,
-        MEET=plan.meet,
         num_warps=plan.prefix_warps,
         num_stages=plan.prefix_stages,
-        maxnreg=plan.prefix_registers or None,
+        **early_start(q.device, rows, not plan.at_once),
     )
 
 
@@ -209,7 +206,7 @@ def suffix_attention(
     out: Tensor,
     scale: float,
 ) -> None:
-    """Second level: each row on its pages. Writes `out`, or a state where the first is late."""
+    """Second level: each row on its pages, into `out`; where rows are split, into states."""
     rows, num_heads, head_dim = q.shape
     _, num_kv_heads, page_size, _ = k_pages.shape
     assert q.is_contiguous() and k_pages.is_contiguous() and v_pages.is_contiguous()
@@ -223,7 +220,6 @@ def suffix_attention(
         length,
         workspace.output,
         workspace.lse,
-        workspace.arrivals,
         out,
         rows,
         scale * LOG2_E,
@@ -237,9 +233,9 @@ def suffix_attention(
         PREFIX_STATES=plan.prefix_splits,
         SPLITS=plan.suffix_splits,
         MIN_BLOCKS=MIN_SPLIT_BLOCKS,
-        MEET=plan.meet,
         num_warps=plan.suffix_warps,
         num_stages=plan.suffix_stages,
+        **early_start(q.device, rows, not plan.at_once),
     )
 
 
@@ -263,4 +259,5 @@ def combine_parts(
         MIN_BLOCKS=MIN_SPLIT_BLOCKS,
         STATES_PAD=triton.next_power_of_2(plan.num_states),
         num_warps=2,
+        **early_start(q.device, rows, not plan.at_once),
     )

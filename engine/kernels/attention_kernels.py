@@ -2,14 +2,13 @@
 
 A state is one part's softmax: its output, normalised, and the base-2 logarithm of its sum (-inf for
 a part without keys). Scores are in base 2 throughout: `scale` carries the factor log2(e).
-NOTE: with MEET the two levels run at the same time. Each query has a counter of the parts that have
-arrived; whoever comes last merges all parts, writes the result and sets the counter back to 0.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -36,20 +35,14 @@ def _finish(best, total, output):
 
 
 @triton.jit
-def _merge(
-    state_output,
-    state_lse,
-    at,
-    inside,
-    d,
-    best,
-    total,
-    output,
-    NUM: tl.constexpr,
-    stride,
-    D: tl.constexpr,
-):
-    """Merge parts 0 to NUM - 1 from memory; `at` counts queries, `stride` is a part's queries."""
+def _merge(state_output, state_lse, at, inside, d, stride, D: tl.constexpr, NUM: tl.constexpr):
+    """An online softmax that has seen parts 0 to NUM - 1.
+
+    `at` counts queries, and `stride` is the number of queries in a part.
+    """
+    best = tl.full([at.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([at.shape[0]], tl.float32)
+    output = tl.zeros([at.shape[0], d.shape[0]], tl.float32)
     for part in tl.static_range(NUM):
         part_at = part * stride + at
         lse = tl.load(state_lse + part_at, mask=inside, other=float("-inf"))
@@ -67,38 +60,6 @@ def _merge(
     return best, total, output
 
 
-@triton.jit
-def _arrive(
-    state_output,
-    state_lse,
-    arrivals,
-    out,
-    at,
-    inside,
-    d,
-    NUM: tl.constexpr,
-    stride,
-    D: tl.constexpr,
-):
-    """Count this part in; where it is the last of NUM, merge them all into the result."""
-    tl.debug_barrier()  # every thread's part of the state is written before it is counted
-    before = tl.atomic_add(arrivals + at, 1, mask=inside, sem="acq_rel")
-    last = inside & (before == NUM - 1)
-    tl.debug_barrier()
-    if tl.max(last.to(tl.int32), axis=0) == 1:
-        best = tl.full([at.shape[0]], float("-inf"), tl.float32)
-        total = tl.zeros([at.shape[0]], tl.float32)
-        output = tl.zeros([at.shape[0], d.shape[0]], tl.float32)
-        best, total, output = _merge(
-            state_output, state_lse, at, last, d, best, total, output, NUM, stride, D
-        )
-        output = output / tl.where(last, total, 1.0)[:, None]
-        result_at = out + at[:, None] * D + d[None, :]
-        result_inside = last[:, None] & (d < D)[None, :]
-        tl.store(result_at, output.to(out.dtype.element_ty), mask=result_inside)
-        tl.store(arrivals + at, 0, mask=last)
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def prefix_kernel(
     q,
@@ -107,8 +68,6 @@ def prefix_kernel(
     prefix_len,
     state_output,
     state_lse,
-    arrivals,
-    out,
     num_rows,
     head_stride,
     scale,
@@ -119,8 +78,11 @@ def prefix_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
-    MEET: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -170,8 +132,6 @@ def prefix_kernel(
         mask=q_inside,
     )
     tl.store(state_lse + part_at + at, lse, mask=inside)
-    if MEET:
-        _arrive(state_output, state_lse, arrivals, out, at, inside, d, SPLITS + 1, stride, D)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -184,7 +144,6 @@ def suffix_kernel(
     length,
     state_output,
     state_lse,
-    arrivals,
     out,
     num_rows,
     scale,
@@ -198,8 +157,11 @@ def suffix_kernel(
     PREFIX_STATES: tl.constexpr,
     SPLITS: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
-    MEET: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     H: tl.constexpr = K * G
     kv_head = tl.program_id(0) % K
     row = (tl.program_id(0) // K).to(tl.int64)
@@ -223,18 +185,8 @@ def suffix_kernel(
             return  # the combining kernel knows which parts are empty
     query = tl.load(q + q_at, mask=q_inside, other=0.0)
 
-    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    output = tl.zeros([BLOCK_M, D_PAD], tl.float32)
-    last = SPLITS == 1
-    if MEET:
-        count = tl.atomic_add(arrivals + at, 0, mask=inside, sem="acquire")
-        last = tl.min(tl.where(inside, count, PREFIX_STATES), axis=0) == PREFIX_STATES
-        tl.debug_barrier()
-    if last:
-        best, total, output = _merge(
-            state_output, state_lse, at, inside, d, best, total, output, PREFIX_STATES, stride, D
-        )
+    MERGED: tl.constexpr = PREFIX_STATES if SPLITS == 1 else 0
+    best, total, output = _merge(state_output, state_lse, at, inside, d, stride, D, MERGED)
 
     row_table = table + row * table_stride
     k_at = k_pages + kv_head * (PAGE * D) + n[None, :] * D + d[:, None]
@@ -252,19 +204,13 @@ def suffix_kernel(
         best, total, output = _attend(query, key, value, valid, scale, best, total, output, True)
 
     lse, output = _finish(best, total, output)
-    if last:
+    if SPLITS == 1:
         tl.store(out + q_at, output.to(out.dtype.element_ty), mask=q_inside)
-        if MEET:
-            tl.store(arrivals + at, 0, mask=inside)
     else:
         part_at = (PREFIX_STATES + split) * stride
         state = output.to(state_output.dtype.element_ty)
         tl.store(state_output + part_at * D + q_at, state, mask=q_inside)
         tl.store(state_lse + part_at + at, lse, mask=inside)
-        if MEET:
-            _arrive(
-                state_output, state_lse, arrivals, out, at, inside, d, PREFIX_STATES + 1, stride, D
-            )
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -282,7 +228,10 @@ def combine_kernel(
     SPLITS: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
     STATES_PAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_wait()
     query = tl.program_id(0).to(tl.int64)  # row * H + head
     part = tl.arange(0, STATES_PAD)
     d = tl.arange(0, D_PAD)

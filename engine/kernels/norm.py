@@ -10,6 +10,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from engine.kernels.launch import early_start
 
 
 @triton.jit
@@ -22,8 +25,12 @@ def _rms_norm_kernel(
     hidden,
     eps,
     ADD: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < hidden
@@ -53,6 +60,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out:
         eps,
         ADD=residual is not None,
         BLOCK=block,
+        **early_start(x.device, rows),
         num_warps=min(8, max(1, block // 512)),
     )
 

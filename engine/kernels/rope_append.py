@@ -12,6 +12,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from engine.kernels.launch import early_start
 
 
 @triton.jit
@@ -35,8 +38,12 @@ def _rope_append_kernel(
     HALF_PAD: tl.constexpr,
     PAGE: tl.constexpr,
     NORM: tl.constexpr,
+    PDL: tl.constexpr,
     HEADS: tl.constexpr,
 ):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]  # queries, then keys, values
     i = tl.arange(0, HALF_PAD)[None, :]
@@ -130,5 +137,6 @@ def rope_append(
         NORM=q_norm is not None,
         HEADS=heads,
         num_warps=4,
+        **early_start(qkv.device, rows),
     )
     return out

@@ -23,6 +23,7 @@ from engine.sampler import SamplingParams
 MAX_FAST_TOP_K = 256
 NUCLEUS_VALUES = 256  # at the least, that top-p without top-k looks at before a whole row
 MAX_STOP_IDS = 16
+MANY_ROWS = 1024
 MIN_TEMPERATURE = 1e-30  # below it float32 quotients lose 0 / temperature
 ZERO_LOW_BITS = {torch.float32: 0, torch.float16: 12, torch.bfloat16: 16}  # multiples of 4
 
@@ -34,7 +35,8 @@ class SamplerTuning:
     chunk: int = 4096  # logits of one program of the first pass
     maxima_warps: int = 8
     pick_tile: int = 8
-    pick_warps: int = 2
+    pick_warps: int = 4
+    pick_warps_many: int = 2  # for more rows than MANY_ROWS
     whole_block: int = 4096
     whole_warps: int = 16
 
@@ -140,6 +142,8 @@ class DeviceSampler:
             GROUPS=self.tuning.chunk // self.group,
             num_warps=self.tuning.maxima_warps,
         )
+        many = rows > MANY_ROWS
+        warps = self.tuning.pick_warps_many if many else self.tuning.pick_warps
         pick_kernel[(rows,)](
             logits,
             logits.stride(0),
@@ -166,7 +170,7 @@ class DeviceSampler:
             TILE=self.tuning.pick_tile,
             CAPACITY=self.capacity,
             STOPS=MAX_STOP_IDS,
-            num_warps=self.tuning.pick_warps,
+            num_warps=warps,
         )
 
     def _launch_whole_rows(self, logits: Tensor, writes: tuple) -> None:
