@@ -7,22 +7,27 @@ real columns.
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import json
+import logging
 import math
 import os
 import random
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from postprocess import judging, merge_json, win_rate
 from postprocess.judging import Job, environment, find_gamed, forget_failures, harmless, redact
-from postprocess.runs import PROJECT
+from postprocess.runs import LOG, PROJECT
 from tests.openai_server import JudgeServer
 
 KEY = "sk-test-0123456789"
@@ -86,21 +91,28 @@ def env_of(**more: str) -> dict[str, str]:
 
 
 def run_win_rate(folder: Path, *flags: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "postprocess/win_rate.py",
-        "--out",
-        str(folder),
-        "--imgs",
-        str(folder / "imgs"),
-    ]
+    """The script in this process (alpaca_eval has its own), with a user's environment."""
+    out, err = io.StringIO(), io.StringIO()
+    handler = logging.StreamHandler(err)
+    LOG.addHandler(handler)
+    try:
+        with (
+            mock.patch.dict(os.environ, env_of(**env), clear=True),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
+            code = win_rate.main(["--out", str(folder), "--imgs", str(folder / "imgs"), *flags])
+    finally:
+        LOG.removeHandler(handler)
+    return subprocess.CompletedProcess(flags, code, out.getvalue(), err.getvalue())
+
+
+def type_win_rate(folder: Path, *flags: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """The same as the user types it."""
+    command = [sys.executable, "postprocess/win_rate.py", "--out", str(folder)]
+    command += ["--imgs", str(folder / "imgs"), *flags]
     return subprocess.run(
-        [*command, *flags],
-        cwd=PROJECT,
-        env=env_of(**env),
-        capture_output=True,
-        text=True,
-        timeout=300,
+        command, cwd=PROJECT, env=env_of(**env), capture_output=True, text=True, timeout=300
     )
 
 
@@ -122,7 +134,7 @@ def test_win_rates_by_hand(tmp_path: Path) -> None:
     compare = rows("A", ["good 1", "bad 2", "good z"]) + rows("B", ["bad 3", "bad 4", "bad 5"])
     folder = write_pair(tmp_path, compare, reference)
     with JudgeServer(good_wins) as judge:
-        done = run_win_rate(folder, *judge_flags(judge), OPENAI_API_KEY=KEY)
+        done = type_win_rate(folder, *judge_flags(judge), OPENAI_API_KEY=KEY)
         assert done.returncode == 0, done.stderr
         assert len(judge.requests) == 5
         body = judge.requests[0]
@@ -408,6 +420,29 @@ def test_secrets() -> None:
     assert not {"OPENAI_API_KEYS", "OPENAI_BASE_URL"} & env.keys()
     offline = Job("c", "r", "f", False, preferences={})
     assert "OPENAI_API_KEY" not in environment(offline, None, None, {"OPENAI_API_KEY": KEY})
+
+
+def test_the_child_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """judging.py in this process: with a judge, and with preferences (1 + .25 and 1 + .75: 50
+    %).
+    """
+    write_pair(tmp_path, rows("A", ["good 1", "bad 2"]), rows("R", ["bad x", "bad {output_1}"]))
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    places = (str(tmp_path / "X_compare.json"), str(tmp_path / "X_ref.json"), str(tmp_path / "o"))
+    with JudgeServer(good_wins) as judge:
+        asked = {"judge_url": judge.url, "judge_model": "j", "annotator": "j"}
+        jobs = [
+            Job(*places, False, cache=str(tmp_path / "cache.json"), **asked),
+            Job(*places, False, annotator="p", preferences={"A": [1.25, 1.75]}),
+        ]
+        found = []
+        for job in jobs:
+            (tmp_path / "job.json").write_text(json.dumps(asdict(job)))
+            assert judging.main([str(tmp_path / "job.json")]) == 0
+            found += json.loads((tmp_path / "o" / "metrics.json").read_text())
+        assert len(judge.requests) == 2
+    assert [row["win_rate"] for row in found] == pytest.approx([70, 50])
+    assert [row["avg_length"] for row in found] == [5.5, 5.5]
 
 
 def test_failed_judgements_are_forgotten(tmp_path: Path) -> None:
