@@ -134,7 +134,7 @@ def loop(
     """Answers and stores every prompt that is left; the exit code says whether one failed."""
     from suite.progress import Progress
 
-    shared = settings.parallel == "candidates"
+    shared = folder.is_shared
     # A share goes by place in the file, so that a resumed run gives each process the same prompts.
     mine = prompts if shared else prompts[processes.rank :: processes.world_size]
     left = [prompt for prompt in mine if prompt.json_idx in todo]
@@ -194,15 +194,18 @@ def _note_end(
     error: BaseException, prompt: Prompt, folder: RunFolder, processes: Processes
 ) -> None:
     """The run ends inside a prompt: tell the others, and leave the reason in the folder."""
-    if isinstance(error, Stopped):
-        reason = processes.why_stopped()
-        if reason is None:
-            return  # told from outside; nothing is wrong with the prompt
-        error.reason, error.exit_code = reason, 1
-    else:
+    alone = isinstance(error, Exception)
+    if alone:
         reason = f"process {processes.rank}, prompt {prompt.json_idx}: {_in_words(error)}"
         processes.abort(reason)
-    if processes.is_main:
+    else:
+        code, reason = processes.why_stopped() or (error.exit_code, error.reason)
+        error.exit_code, error.reason = code, reason
+        if code >= 128:
+            return  # told to stop from outside; nothing is wrong with the prompt
+    # Of a prompt that all share, the first process keeps the books; otherwise each of its own.
+    keeps_books = processes.is_main if folder.is_shared else alone
+    if keeps_books:
         with suppress(NotWritten):
             folder.record_failure(prompt, reason)
 

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         results[name] = read_run(folder)
     print()
     print(table(results))
-    where = FOLDER.relative_to(PROJECT)
+    where = os.path.relpath(FOLDER)
     print(f"\nThe answers are in {where}; {time.monotonic() - start:.0f} s in all.")
     return 0
 

@@ -16,12 +16,13 @@ import sys
 import threading
 import time
 import zlib
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from suite.stopping import Stopping
+from suite.stopping import Stopped, Stopping
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,9 @@ BEAT_SEC = 1.0
 SILENCE_SEC = 25.0  # with a launcher's 30 s for a frozen process: within a minute
 SHORTEST_POLL_SEC, LONGEST_POLL_SEC = 0.002, 0.1
 CHUNK_BYTES = 4 * 2**20  # the store takes values of at most 8 MiB
+LEFT = b"left"
+LEAVING_SEC = 5.0
+JOIN_TIMEOUT = timedelta(hours=2)  # another machine may still be downloading the models
 STORE_TIMEOUT = timedelta(seconds=60)
 
 
@@ -60,7 +64,7 @@ class Processes:
         import torch
         from accelerate import PartialState
 
-        state = PartialState(cpu=not torch.cuda.is_available())
+        state = PartialState(cpu=not torch.cuda.is_available(), timeout=JOIN_TIMEOUT)
         _check_launch(state.num_processes)
         processes = cls(state.process_index, state.num_processes, state.device)
         if state.num_processes > 1:
@@ -149,18 +153,22 @@ class Processes:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if isinstance(error, Exception):
+        if isinstance(error, Stopped):
+            self.abort(f"process {self.rank}: {error.reason}", error.exit_code)
+        elif error is not None:
             self.abort(f"process {self.rank}: {type(error).__name__}: {error}")
-        self.close()
+        self.close(in_order=error is None)
 
-    def why_stopped(self) -> str | None:
-        """What another process gave as its reason to stop everybody, if one did."""
-        return self._watcher.reason() if self._watcher is not None else None
+    def why_stopped(self) -> tuple[int, str] | None:
+        """Exit code and reason that a process gave for stopping everybody, if one did."""
+        return self._watcher.told() if self._watcher is not None else None
 
-    def close(self) -> None:
-        """Leaves in good order; the others no longer wait for this process's beat."""
+    def close(self, in_order: bool = True) -> None:
+        """Ends the beat. In good order, the others no longer wait for this process's."""
         if self._watcher is not None:
-            self._watcher.leave()
+            self._watcher.leave(in_order)
+            if in_order and self.is_main:
+                self._watcher.wait_for_leaving(LEAVING_SEC)
         if self._store is not None:
             import torch.distributed as dist
 
@@ -188,14 +196,14 @@ class _Watcher(threading.Thread):
             try:
                 with self._mutex:
                     self._store.set(f"beat/{self._rank}", str(beats))
-                    why = self._told() or self._silent()
+                    why = self._abort() or self._silent()
             except RuntimeError as e:  # torch's DistError and its kin: the store is gone
                 why = 1, f"the launcher's store can't be reached ({str(e).splitlines()[0][:120]})"
             if why and not self._ended.is_set():
                 self._stopping.stop(why[1], exit_code=why[0])
                 return
 
-    def _told(self) -> tuple[int, str] | None:
+    def _abort(self) -> tuple[int, str] | None:
         if not self._store.check(["abort"]):
             return None
         code, _, reason = self._store.get("abort").decode("utf-8", "replace").partition(" ")
@@ -209,7 +217,7 @@ class _Watcher(threading.Thread):
             last, since = self._seen.setdefault(rank, (beat, now))
             if beat != last:
                 self._seen[rank] = (beat, now)
-            elif beat != b"left" and now - since > SILENCE_SEC:
+            elif beat != LEFT and now - since > SILENCE_SEC:
                 return 1, f"process {rank} has given no sign of life for {now - since:.0f} s"
         return None
 
@@ -221,22 +229,32 @@ class _Watcher(threading.Thread):
         except RuntimeError as e:
             log.warning("the other processes could not be told to stop: %s", e)
 
-    def reason(self) -> str | None:
+    def told(self) -> tuple[int, str] | None:
         try:
             with self._mutex:
-                told = self._told()
+                return self._abort()
         except RuntimeError as e:
             log.debug("the store went first: %s", e)
-            return None
-        return told[1] if told else None
+        return None
 
-    def leave(self) -> None:
+    def leave(self, in_order: bool) -> None:
         self._ended.set()
         try:
-            with self._mutex:
-                self._store.set(f"beat/{self._rank}", "left")
+            if in_order:
+                with self._mutex:
+                    self._store.set(f"beat/{self._rank}", LEFT)
         except RuntimeError as e:
             log.debug("the store went first: %s", e)
+
+    def wait_for_leaving(self, seconds: float) -> None:
+        """NOTE: the store may live in the first process, and the others still read from it."""
+        names = [f"beat/{rank}" for rank in self._others]
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            with suppress(RuntimeError), self._mutex:
+                if all(self._store.check([n]) and self._store.get(n) == LEFT for n in names):
+                    return
+            time.sleep(LONGEST_POLL_SEC)
 
 
 def _connect() -> dist.Store:

@@ -39,8 +39,10 @@ log = logging.getLogger(__name__)
 
 LARGEST_RECORD_BYTES = 4 * 2**30
 OURS = re.compile(r"(?P<models>.+)_prompt_(?P<index>[0-9]{4,13})\.json")
-LEFT_OVER = re.compile(r"\..+\.[0-9]+\.tmp")
 FAILURES = "failures.jsonl"
+LEFT_OVER = re.compile(
+    r"\.(probe|failures\.jsonl|\.finished\.0\.jsonl|.+_prompt_[0-9]{4,13}\.json)\.[0-9]+\.tmp"
+)
 
 
 class FolderRefused(ValueError):
@@ -65,11 +67,12 @@ class RunFolder:
         self.folder = Path(folder)
         self._settings = settings
         self._rank = rank
-        self._num_objects = num_processes if settings.parallel == "candidates" else 1
+        self.is_shared = settings.parallel == "candidates"  # every process works on every prompt
+        self._num_objects = num_processes if self.is_shared else 1
         self._models = f"{base_name(settings.llm_name)}_{base_name(settings.reward_model_name)}"
         self._same = _sameness(settings_for_record(settings), self._num_objects)
         self._run = _fingerprint(json.dumps(self._same, sort_keys=True))
-        self._failed: set[int] = set()
+        self._failed: set[int] | None = None  # read when first needed
         self._lock: FolderLock | None = None
 
     def path(self, json_idx: int) -> Path:
@@ -129,7 +132,6 @@ class RunFolder:
         done: set[int] = set()
         kept: list[Note] = []
         fresh = False
-        self._failed = {f["JSON_idx"] for f in self.failures()}
         for entry in os.scandir(self.folder):
             if not OURS.fullmatch(entry.name) or not entry.is_file():
                 continue
@@ -203,7 +205,7 @@ class RunFolder:
         stat = write_whole(path, content)
         text = _fingerprint(prompt.prompt)
         self._append_note(Note(path.name, stat.st_size, stat.st_mtime_ns, text, self._run))
-        if prompt.json_idx in self._failed:
+        if prompt.json_idx in self._known_failures():
             self._clear_failure(prompt.json_idx)
         return path
 
@@ -220,12 +222,18 @@ class RunFolder:
         with self._failures_locked():
             others = [f for f in self.failures() if f["JSON_idx"] != prompt.json_idx]
             self._rewrite_failures([*others, entry])
-        self._failed.add(prompt.json_idx)
+        self._known_failures().add(prompt.json_idx)
+
+    def _known_failures(self) -> set[int]:
+        """Those of earlier runs and of this process; another process clears its own."""
+        if self._failed is None:
+            self._failed = {f["JSON_idx"] for f in self.failures()}
+        return self._failed
 
     def _clear_failure(self, json_idx: int) -> None:
         with self._failures_locked():
             self._rewrite_failures([f for f in self.failures() if f["JSON_idx"] != json_idx])
-        self._failed.discard(json_idx)
+        self._known_failures().discard(json_idx)
 
     def _rewrite_failures(self, entries: list[dict[str, Any]]) -> None:
         path = self.folder / FAILURES

@@ -200,7 +200,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     yield make
     for watcher in made:
-        watcher.leave()
+        watcher.leave(in_order=True)
         watcher.join(5)
 
 
@@ -222,7 +222,7 @@ def test_a_silent_process_stops_the_others(watched: Any) -> None:
 def test_a_process_that_left_in_order_is_not_missed(watched: Any) -> None:
     _, first = watched(0)
     other, _ = watched(1)
-    other.leave()
+    other.leave(in_order=True)
     time.sleep(2)
     assert first.stops == []
 
@@ -234,7 +234,7 @@ def test_the_first_reason_reaches_the_others(watched: Any) -> None:
     first.abort("1 something later")
     wait_for(lambda: recorder.stops, 5)
     assert recorder.stops == [("process 0: no room", 2)]
-    assert second.reason() == "process 0: no room"
+    assert second.told() == (2, "process 0: no room")
 
 
 # ---- a fault ends all, and leaves a folder to resume ---------------------------------------------
@@ -309,6 +309,36 @@ def test_failed_prompts_are_recorded_and_the_rest_is_done(flags: list[str], tmp_
     third = run(direct(*flags), {"log": str(log)})  # nothing left: no model is loaded
     assert third.returncode == 0
     assert log.read_text().count("build") == 1
+
+
+def test_each_process_keeps_the_books_of_its_own_prompts(flags: list[str], tmp_path: Path) -> None:
+    flags += ["--parallel", "prompts"]
+    done = run([*launcher(2), SCRIPTED, *flags], {"fail": [[3, 1], [4, 0]]})
+    assert done.returncode != 0
+    lines = (tmp_path / "out" / "failures.jsonl").read_text().splitlines()
+    assert {json.loads(line)["JSON_idx"] for line in lines} == {3, 4}
+
+    broken = run([*launcher(2), SCRIPTED, *flags], {"raise": [[3, 1]], "seconds_of": {"0": 4}})
+    assert broken.returncode != 0
+    lines = (tmp_path / "out" / "failures.jsonl").read_text().splitlines()
+    reasons = {f["JSON_idx"]: f["reason"] for f in map(json.loads, lines)}
+    assert set(reasons) <= {3, 4} and "KeyError" in reasons[3]
+
+    again = run([*launcher(2), SCRIPTED, *flags])
+    assert again.returncode == 0, again.stderr
+    assert len(records(tmp_path / "out")) == 8
+    assert not (tmp_path / "out" / "failures.jsonl").exists()
+
+
+def test_stopping_one_process_stops_all_without_blame(flags: list[str], tmp_path: Path) -> None:
+    """SIGTERM to one worker, as a batch system may send it to one machine only."""
+    with begin([*launcher(2), SCRIPTED, *flags], {"seconds": 0.3}) as process:
+        wait_for(lambda: len(records(tmp_path / "out")) >= 1)
+        kill(workers(tmp_path / "out")[1:], signal.SIGTERM)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode != 0
+    assert not (tmp_path / "out" / "failures.jsonl").exists(), errors
+    assert "Traceback" not in errors.split("failed (exitcode")[0], errors
 
 
 def test_a_full_disk_ends_the_run_and_keeps_what_there_is(flags: list[str], tmp_path: Path) -> None:
