@@ -288,7 +288,7 @@ def _run_all(experiment: Experiment, todo: Sequence[Any], args: argparse.Namespa
     for number, prompt in enumerate(todo):
         spent = time.perf_counter() - start
         a_prompt = spent / number if number else 0.0
-        if args.max_seconds and spent + a_prompt > args.max_seconds:
+        if number and args.max_seconds and spent + a_prompt > args.max_seconds:
             print(f"{number} of {len(todo)} prompts in {spent:.0f} s; run again to go on")
             return
         try:
