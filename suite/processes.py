@@ -56,6 +56,7 @@ class Processes:
         self._store = store
         self._num_gathers = 0
         self._last_done: str | None = None
+        self._aborted = False
         self._watcher: _Watcher | None = None
 
     @classmethod
@@ -142,6 +143,7 @@ class Processes:
     def abort(self, reason: str, exit_code: int = 1) -> None:
         """Tells the others to stop, why and with which code. The first reason counts."""
         if self._watcher is not None:
+            self._aborted = True
             self._watcher.abort(f"{exit_code} {reason}")
 
     def __enter__(self) -> Processes:
@@ -166,6 +168,7 @@ class Processes:
     def close(self, in_order: bool = True) -> None:
         """Ends the beat. In good order, the others no longer wait for this process's."""
         if self._watcher is not None:
+            in_order = in_order and not self._aborted
             self._watcher.leave(in_order)
             if in_order and self.is_main:
                 self._watcher.wait_for_leaving(LEAVING_SEC)

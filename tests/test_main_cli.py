@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -404,6 +405,59 @@ def _check_whole(out: Path) -> dict[Path, int]:
         assert json.loads(path.read_text())
         found[path] = path.stat().st_mtime_ns
     return found
+
+
+# ---- load --------------------------------------------------------------------------------------
+
+
+def test_memory_time_and_handles_stay_flat(tiny_models: Path, tmp_path: Path) -> None:
+    _run_many(tiny_models, tmp_path, 300)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_two_thousand_prompts_stay_flat(tiny_models: Path, tmp_path: Path) -> None:
+    _run_many(tiny_models, tmp_path, 2000)
+
+
+def _run_many(models: Path, tmp_path: Path, number: int) -> None:
+    """8 candidates a prompt: memory within 5 % after a third, no handle more, no slower prompt."""
+    flags = prompt_file(tmp_path, *(f"prompt number {i} of many" for i in range(number)))
+    out = tmp_path / "out"
+    where = ["--model_dir", str(models), "--output_folder", str(out)]
+    size = ["--batch_size", "8", "--max_gen_tokens", "16"]
+    line = [sys.executable, "main.py", *MODELS, *where, *flags, *size]
+    samples = []
+    with begin(line) as process:
+        drain = threading.Thread(target=process.communicate, daemon=True)
+        drain.start()
+        while process.poll() is None:
+            samples.append((len(list(out.glob("*.json"))), *_memory_and_handles(process.pid)))
+            time.sleep(0.1)
+        drain.join(30)
+    assert process.returncode == 0
+    later = [s for s in samples if number / 3 <= s[0] < number and s[1] and s[2]]
+    assert len(later) >= 5, f"{len(samples)} samples are too few to see a leak"
+    memory = [s[1] for s in later]
+    assert max(memory) <= 1.05 * memory[0], f"memory grows: {memory[0]} to {max(memory)} kB"
+    handles = [s[2] for s in later]
+    assert max(handles) <= min(handles) + 3, f"handles grow: {handles}"
+    seconds = [objects[0]["elapsed_sec"] for objects in _with_times(out)]
+    early, late = sorted(seconds[number // 3 : 2 * number // 3]), sorted(seconds[-number // 3 :])
+    assert late[len(late) // 2] < 1.5 * early[len(early) // 2]
+
+
+def _memory_and_handles(pid: int) -> tuple[int, int]:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        resident = re.search(r"VmRSS:\s+([0-9]+) kB", status)
+        return (int(resident[1]) if resident else 0), len(os.listdir(f"/proc/{pid}/fd"))
+    except OSError:
+        return 0, 0
+
+
+def _with_times(out: Path) -> list[list[dict[str, Any]]]:
+    return [json.loads(path.read_text()) for path in sorted(out.glob("*_prompt_*.json"))]
 
 
 # ---- nothing runs code from a model --------------------------------------------------------------
