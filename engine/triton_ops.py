@@ -106,15 +106,10 @@ class TritonOps(TorchOps):
         NOTE: the old ones stay: a recorded graph writes to the one it was recorded with.
         """
         c = model.config
-        queries = rows * c.num_heads
-        if self._workspaces:
-            last = self._workspaces[-1]
-            enough = last.lse.numel() >= plan.num_states * queries
-            if enough and last.arrivals.numel() >= queries:
-                return
-        plans = {rows: plan}
+        if self._workspaces and self._workspaces[-1].serves(plan, rows, c.num_heads):
+            return
         self._workspaces.append(
-            make_workspace(plans, c.num_heads, c.head_dim, model.dtype, model.device)
+            make_workspace({rows: plan}, c.num_heads, c.head_dim, model.dtype, model.device)
         )
 
     def packed_attention(

@@ -64,10 +64,6 @@ class AttentionWorkspace:
     def serves(self, plan: AttentionPlan, rows: int, num_heads: int) -> bool:
         return self.lse.numel() >= plan.num_states * rows * num_heads
 
-    @property
-    def arrivals(self) -> Tensor:  # another name for what bounds `serves`
-        return self.lse
-
 
 def plan_attention(
     rows: int,
