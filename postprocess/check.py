@@ -18,20 +18,11 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from postprocess.reading import BadFile, load_json, shown
-from postprocess.runs import (
-    EXIT_OK,
-    EXIT_WRONG,
-    PROJECT,
-    Run,
-    by_pair,
-    find_folders,
-    guarded,
-    load_run,
-    parser,
-    table,
-)
+from postprocess.command import EXIT_OK, EXIT_WRONG, PROJECT, guarded, parser, table
+from postprocess.reading import MAX_FILE_BYTES, shown
+from postprocess.runs import Run, by_pair, find_folders, load_run
 from postprocess.stats import brief
+from suite.prompts import load_prompts
 
 FAULTS = ("unreadable", "mixed", "failed", "unscored", "skipped")
 # A prompt over the length bound is skipped rightly, and a NaN score is ignored: said, not wrong.
@@ -51,16 +42,14 @@ def prompts_wanted(run: Run, siblings: Iterable[Run]) -> tuple[set[int], str]:
 
 
 def _prompt_file(name: str) -> list[int] | None:
-    """The JSON_idx of a prompt file, if it is one of the project's and readable."""
+    """The JSON_idx of a prompt file that lies here; a data set's id asks no hub."""
     path = Path(name) if Path(name).is_absolute() else PROJECT / name
     try:
-        rows = load_json(path) if path.suffix == ".json" and path.is_file() else None
-    except (BadFile, OSError, ValueError):
+        if not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
+            return None
+        return [prompt.json_idx for prompt in load_prompts(str(path), local_files_only=True)]
+    except (OSError, ValueError):
         return None
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        return None
-    indices = [row.get("JSON_idx", position) for position, row in enumerate(rows)]
-    return indices if all(isinstance(idx, int) for idx in indices) else None
 
 
 def work(args: argparse.Namespace) -> int:

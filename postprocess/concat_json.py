@@ -22,21 +22,9 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from postprocess.command import EXIT_OK, EXIT_WRONG, LOG, Refused, dump, guarded, parser, write_text
 from postprocess.reading import differences, finite, load_objects
-from postprocess.runs import (
-    EXIT_OK,
-    EXIT_WRONG,
-    LOG,
-    Method,
-    Refused,
-    Run,
-    dump,
-    guarded,
-    load_runs,
-    parser,
-    shown,
-    write_text,
-)
+from postprocess.runs import Method, Run, load_runs, shown
 from postprocess.stats import brief
 
 DEFAULT_TIMES = (2, 4)

@@ -26,21 +26,19 @@ import numpy as np
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from postprocess.reading import shown
-from postprocess.runs import (
+from postprocess.command import (
     EXIT_OK,
     EXIT_WRONG,
     LOG,
     PROJECT,
     Nothing,
-    Run,
-    by_pair,
     guarded,
-    load_runs,
     parser,
     table,
     write_text,
 )
+from postprocess.reading import shown
+from postprocess.runs import Run, by_pair, load_runs
 from postprocess.stats import bootstrap
 
 if TYPE_CHECKING:

@@ -17,18 +17,8 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from postprocess.runs import (
-    EXIT_OK,
-    EXIT_WRONG,
-    LOG,
-    PROJECT,
-    Run,
-    dump,
-    guarded,
-    load_runs,
-    parser,
-    write_text,
-)
+from postprocess.command import EXIT_OK, EXIT_WRONG, LOG, PROJECT, dump, guarded, parser, write_text
+from postprocess.runs import Run, load_runs
 from postprocess.stats import brief
 
 

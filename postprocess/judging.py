@@ -22,8 +22,8 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from postprocess.command import Refused, dump, write_text
 from postprocess.reading import load_json
-from postprocess.runs import Refused, dump, write_text
 
 ALPACA_EVAL = "0.6.6"
 OPENAI_ANNOTATOR = "weighted_alpaca_eval_gpt4_turbo"

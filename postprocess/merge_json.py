@@ -19,8 +19,7 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from postprocess.reading import BadFile, finite, load_json, shown
-from postprocess.runs import (
+from postprocess.command import (
     EXIT_OK,
     EXIT_WRONG,
     LOG,
@@ -31,6 +30,7 @@ from postprocess.runs import (
     guarded,
     write_text,
 )
+from postprocess.reading import BadFile, finite, load_json, shown
 from postprocess.stats import brief
 from suite.settings import base_name
 

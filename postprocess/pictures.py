@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from postprocess.runs import PROJECT
+from postprocess.command import PROJECT
 
 if TYPE_CHECKING:
     import numpy as np

@@ -26,21 +26,17 @@ if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from postprocess import pictures
-from postprocess.runs import (
+from postprocess.command import (
     EXIT_OK,
     EXIT_WRONG,
     LOG,
     Refused,
-    Run,
-    by_pair,
-    choose_base,
     guarded,
-    load_runs,
     parser,
-    shown,
     table,
     write_text,
 )
+from postprocess.runs import Run, by_pair, choose_base, load_runs, shown
 from postprocess.stats import (
     Comparison,
     Weights,

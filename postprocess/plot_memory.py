@@ -21,9 +21,10 @@ if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from postprocess import pictures
+from postprocess.command import EXIT_OK, EXIT_WRONG, LOG, Refused, guarded, parser
 from postprocess.reading import BadFile, count_of, finite, load_objects, shown
 from postprocess.rounds import Round, rounds_of
-from postprocess.runs import EXIT_OK, EXIT_WRONG, LOG, Refused, Run, guarded, load_runs, parser
+from postprocess.runs import Run, load_runs
 
 UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 

@@ -26,20 +26,10 @@ if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from postprocess import pictures
+from postprocess.command import EXIT_OK, LOG, Refused, guarded, parser, table, write_text
 from postprocess.reading import answers_of, load_objects, shown
 from postprocess.rounds import rounds_of
-from postprocess.runs import (
-    EXIT_OK,
-    LOG,
-    Refused,
-    Run,
-    by_pair,
-    guarded,
-    load_runs,
-    parser,
-    table,
-    write_text,
-)
+from postprocess.runs import Run, by_pair, load_runs
 from postprocess.stats import bootstrap, spearman
 
 MAX_DOTS = 2000

@@ -18,18 +18,9 @@ if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from postprocess import pictures
+from postprocess.command import EXIT_OK, LOG, Refused, guarded, parser
 from postprocess.reading import answers_of, load_objects, shown
-from postprocess.runs import (
-    EXIT_OK,
-    LOG,
-    Refused,
-    Run,
-    by_pair,
-    choose_base,
-    guarded,
-    load_runs,
-    parser,
-)
+from postprocess.runs import Run, by_pair, choose_base, load_runs
 
 
 def scores_of(run: Run, idx: int) -> np.ndarray:

@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from postprocess.command import LOG, Refused
 from postprocess.reading import shown
-from postprocess.runs import LOG, Refused
 
 if TYPE_CHECKING:
     import torch

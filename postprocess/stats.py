@@ -14,8 +14,9 @@ from operator import attrgetter
 
 import numpy as np
 
+from postprocess.command import LOG
 from postprocess.reading import PromptResult
-from postprocess.runs import LOG, Run
+from postprocess.runs import Run
 
 BOOTSTRAP_SEED = 0
 BOOTSTRAP_DRAWS = 10_000

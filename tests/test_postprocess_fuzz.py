@@ -29,10 +29,11 @@ from postprocess import (
     plot_scores,
     win_rate,
 )
+from postprocess.command import Nothing, Refused
 from postprocess.plot_memory import teeth
 from postprocess.reading import BadFile, load_objects, read_prompt
 from postprocess.rounds import rounds_of
-from postprocess.runs import Nothing, Refused, load_run
+from postprocess.runs import load_run
 from tests.postprocess_archive import PAIR, make_archive, make_object, write_run
 from tests.test_postprocess_pictures import spr_object
 from tests.test_postprocess_reading import paper_object

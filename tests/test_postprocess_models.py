@@ -31,8 +31,8 @@ from postprocess import (
     plot_scores,
     win_rate,
 )
+from postprocess.command import PROJECT, Refused
 from postprocess.reward_judge import score_answers
-from postprocess.runs import PROJECT, Refused
 from tests.postprocess_archive import make_object, write_run
 
 ANSWERS = {1: "Blue, as the sky is.", 2: "4"}

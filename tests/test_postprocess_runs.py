@@ -11,17 +11,8 @@ from pathlib import Path
 import pytest
 
 from postprocess import check, gather_best_ans, merge_json
-from postprocess.runs import (
-    PROJECT,
-    Method,
-    Nothing,
-    Refused,
-    choose_base,
-    find_folders,
-    load_run,
-    load_runs,
-    write_text,
-)
+from postprocess.command import PROJECT, Nothing, Refused, write_text
+from postprocess.runs import Method, choose_base, find_folders, load_run, load_runs
 from tests.postprocess_archive import LLM, PAIR, make_archive, make_object, speculative, write_run
 from tests.test_postprocess_reading import paper_object
 
@@ -258,6 +249,11 @@ def test_check_counts_against_the_prompt_file(
     write_run(tmp_path / "a", "run", {1: [item]})
     assert check.main([str(tmp_path / "a")]) == 1
     assert f"missing: 2, 7 (of {prompts})" in capsys.readouterr().out
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text("".join(f'{{"JSON_idx": {i}, "prompt": "x"}}\n' for i in (1, 3)))
+    write_run(tmp_path / "c", "run", {1: [{**item, "data_filename": str(lines)}]})
+    assert check.main([str(tmp_path / "c")]) == 1
+    assert f"missing: 3 (of {lines})" in capsys.readouterr().out
     write_run(tmp_path / "b", "run", {1: [{**item, "num_prompts": 1}]})
     assert check.main([str(tmp_path / "b")]) == 0
 

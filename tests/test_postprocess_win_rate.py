@@ -26,8 +26,8 @@ from unittest import mock
 import pytest
 
 from postprocess import judging, merge_json, win_rate
+from postprocess.command import LOG, PROJECT
 from postprocess.judging import Job, environment, find_gamed, forget_failures, harmless, redact
-from postprocess.runs import LOG, PROJECT
 from tests.openai_server import JudgeServer
 
 KEY = "sk-test-0123456789"
@@ -171,8 +171,6 @@ def test_cache_belongs_to_one_judge(tmp_path: Path) -> None:
         for expected, flags in ((2, []), (2, []), (4, ["--fresh"])):
             assert run_win_rate(folder, *judge_flags(judge), *flags).returncode == 0
             assert len(judge.requests) == expected
-        assert run_win_rate(folder, "--judge_url", judge.url, "--judge_model", "b").returncode == 0
-        assert len(judge.requests) == 6
     with JudgeServer(lambda *_: {"m": 0.5, "M": 0.5}) as other:
         assert run_win_rate(folder, *judge_flags(other)).returncode == 0
         assert len(other.requests) == 2
@@ -423,9 +421,7 @@ def test_secrets() -> None:
 
 
 def test_the_child_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """judging.py in this process: with a judge, and with preferences (1 + .25 and 1 + .75: 50
-    %).
-    """
+    """judging.py in this process: by a judge, and by preferences (1.25 and 1.75, so 50 %)."""
     write_pair(tmp_path, rows("A", ["good 1", "bad 2"]), rows("R", ["bad x", "bad {output_1}"]))
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     places = (str(tmp_path / "X_compare.json"), str(tmp_path / "X_ref.json"), str(tmp_path / "o"))
