@@ -64,6 +64,21 @@ def test_ours_are_found_beside_a_model_dir(tiny_models: Path) -> None:
     assert resolve("SmolLM2-135M-Instruct", model_dir=str(tiny_models)).kind == "embedded"
 
 
+def test_the_shipped_reward_and_a_copy_of_it(tmp_path: Path) -> None:
+    shipped = resolve("SmolLM2-135M-Reward", role="reward")
+    assert shipped.kind == "adapter"
+    copy = Path(shutil.copytree(shipped.folder, tmp_path / "mine"))
+    assert resolve(str(copy), role="reward").kind == "adapter"
+    assert resolve("mine", model_dir=str(tmp_path), role="reward").folder == copy
+    config = json.loads((copy / "config.json").read_text())
+    del config["base_model"]
+    (copy / "config.json").write_text(json.dumps(config))
+    assert "names no base_model" in refused(copy, role="reward")
+    (copy / "adapter_model.safetensors").write_bytes(b"1234")
+    (copy / "config.json").write_text(json.dumps({**config, "base_model": "x"}))
+    assert "corrupt" in refused(copy, role="reward")
+
+
 def test_a_function_is_looked_for_and_not_run() -> None:
     assert resolve("json:dumps", role="reward").kind == "function"
     assert "there is no module not_here" in refused("not_here:f", role="reward")
