@@ -290,22 +290,22 @@ def test_a_prompt_of_nan_fails_every_row_and_spoils_nothing(folder, texts) -> No
 class SmallMemory(TorchOps):
     """Runs out of memory above so many rows of a decode step or tokens of a packed pass."""
 
-    def __init__(self, most: int) -> None:
-        self.most, self.calls = most, 0
+    def __init__(self, rows: int, tokens: int) -> None:
+        self.rows, self.tokens, self.calls = rows, tokens, 0
 
-    def _check(self, size: int) -> None:
+    def _check(self, size: int, most: int) -> None:
         self.calls += 1
-        if size > self.most and self.calls % 2 == 0:  # in the second layer
+        if size > most and self.calls % 2 == 0:  # in the second layer
             raise torch.OutOfMemoryError("scripted")
 
     def decode_attention(self, model, layer, qkv, state, rows):
         out = super().decode_attention(model, layer, qkv, state, rows)
-        self._check(len(qkv))
+        self._check(len(qkv), self.rows)
         return out
 
     def packed_attention(self, model, layer, qkv, packing):
         out = super().packed_attention(model, layer, qkv, packing)
-        self._check(len(qkv))
+        self._check(len(qkv), self.tokens)
         return out
 
 
@@ -313,7 +313,7 @@ class SmallMemory(TorchOps):
 def test_out_of_memory_in_decode_gives_the_same_texts(model, texts, most: int) -> None:
     """CASES 14: fewer rows at a time, the same N."""
     decoder = new_decoder(model, stop_ids=())
-    decoder.ops = decoder.stepper.ops = SmallMemory(most)
+    decoder.ops = decoder.stepper.ops = SmallMemory(most, 999)
     assert decode_all(decoder, PROMPT, range(64), LENGTH) == texts
     assert decoder.chunk.num_splits == {8: 3, 16: 2, 40: 1}[most]
 
@@ -321,7 +321,7 @@ def test_out_of_memory_in_decode_gives_the_same_texts(model, texts, most: int) -
 def test_out_of_memory_in_prefill_gives_the_same_texts(model, texts) -> None:
     """CASES 14."""
     decoder = new_decoder(model, stop_ids=())
-    decoder.ops = decoder.stepper.ops = SmallMemory(8)
+    decoder.ops = decoder.stepper.ops = SmallMemory(8, 8)
     assert decode_all(decoder, PROMPT, range(8), LENGTH) == {i: texts[i] for i in range(8)}
     assert decoder.prompt_chunk.size == 6 and decoder.prompt_chunk.num_splits == 1
 
@@ -344,7 +344,7 @@ def test_out_of_memory_at_the_first_tokens_gives_the_same_texts(model, texts) ->
 
 def test_out_of_memory_without_remedy_is_raised(model) -> None:
     decoder = new_decoder(model, stop_ids=())
-    decoder.ops = decoder.stepper.ops = SmallMemory(0)
+    decoder.ops = decoder.stepper.ops = SmallMemory(0, 0)
     with pytest.raises(torch.OutOfMemoryError):
         decode_all(decoder, PROMPT, range(20), LENGTH)
 

@@ -176,7 +176,7 @@ def test_out_of_memory_in_reading_changes_nothing(model, most: int, keep: bool) 
     """CASES 14: the chunk is halved, what was read already is not read again."""
     reader = new_reader(model, keep=keep, chunk_tokens=128)
     reader.begin(PROMPT)
-    reader.ops = SmallMemory(most)
+    reader.ops = SmallMemory(999, most)
     texts = {i: random_ids(4, seed=i) for i in range(16)}
     sequences = {i: ids(PROMPT, text) for i, text in texts.items()}
     check(reader, sequences)
