@@ -67,6 +67,8 @@ class Config:
                 changes["init_batch_size" if key == "rows" else key] = int(value)
             elif key == "alpha" and value:
                 changes[key] = value if value == "auto" else float(value)
+            elif key == "to" and value:
+                changes["refill_to"] = float(value)
             elif key == "schedule" and value:
                 changes[key] = value
             else:

@@ -62,7 +62,7 @@ class _Run:
     """One prompt's rounds."""
 
     session: Session
-    num_rows: int  # at the start, and after each refill
+    num_rows: int  # at the start; a refill makes them --refill_to times what they were
     schedule: Schedule = field(init=False)
     auto: AutoAlpha | None = field(init=False)
     pool: list[Candidate] = field(default_factory=list)  # finished and not cut
@@ -177,8 +177,9 @@ class _Run:
             candidate.score = None  # of a text that goes on
 
     def _refill(self, survivors: list[int]) -> None:
-        """Forks of the survivors, best first, until the rows are as many as at the start."""
+        """Forks of the survivors, best first, until the rows are as many as they were."""
         session, decoder = self.session, self.session.parts.decoder
+        self.num_rows = max(1, round(self.num_rows * session.settings.refill_to))
         left = session.max_length - decoder.length
         if left < session.settings.min_round_tokens:
             return  # a fork could hardly differ from its parent

@@ -30,6 +30,7 @@ NEEDS_REJECTION = (
     "max_batch_size",
     "min_round_tokens",
     "refill",
+    "refill_to",
     "value_head",
     "schedule",
     "min_tokens",
@@ -86,6 +87,11 @@ def _check_together(settings: Settings) -> None:
         raise ValueError(
             f"--min_tokens must not exceed the longest answer ({longest}), got "
             f"{settings.min_tokens}; no row is rejected before it has that length"
+        )
+    if settings.refill_to != 1.0 and not settings.refill:
+        raise ValueError(
+            f"--refill_to {settings.refill_to} has an effect with --refill only; add that flag, or "
+            "leave this one out"
         )
     if settings.refill and settings.alpha == 0.0:
         raise ValueError(

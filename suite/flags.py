@@ -285,6 +285,13 @@ def _add_rejection_flags(parser: argparse.ArgumentParser) -> None:
     rejection.switch(
         "refill", "fill freed memory with forks of the survivors: another method, named SpRF"
     )
+    rejection.number(
+        "refill_to",
+        lambda x: 0 < x <= 1,
+        "in (0, 1]",
+        "1 fills up to as many rows as before the rejection, 0.7 lets them taper",
+        "each refill makes the rows X times what they were before the round",
+    )
     rejection.path(
         "value_head", "a safetensors file", "rank unfinished answers by this head, not their score"
     )

@@ -65,6 +65,7 @@ class Settings:
     ignore_stop: bool = False
     reward_timeout: float | None = None
     refill: bool = False
+    refill_to: float = 1.0
     value_head: str | None = None
     log_hidden: bool = False
     log_partial: str | None = None

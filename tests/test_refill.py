@@ -167,6 +167,15 @@ def test_memory_bounds_the_forks(search):
     assert owners(made) == Counter(range(24 + 12 * 3 + 7))
 
 
+def test_rows_can_taper(search):
+    made = search(alpha=0.5, **REFILL, refill_to=0.5, ignore_stop=True)
+    # 24 rows; 12 survive and no fork is needed; of 12 rows 6 survive, of 6 rows 3.
+    assert [r["rows"] for r in made["rounds"]] == [24, 12, 6, 3, 2]
+    assert not any(r.get("forks") for r in made["rounds"])
+    made = search(alpha=0.75, **REFILL, refill_to=0.5, ignore_stop=True)
+    assert [r.get("forks") for r in made["rounds"]] == [6, 3, 4, 1, None]
+
+
 def test_refill_by_memory_alone(search):
     """The default schedule: full at 65 tokens; survivors' forks share what they have written."""
     made = search(alpha=0.5, refill=True, kv_pages=48, init_batch_size=24, ignore_stop=True)
