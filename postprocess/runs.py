@@ -157,7 +157,10 @@ def prompt_files(folder: Path) -> list[Path]:
 
 
 def find_folders(places: Sequence[Path]) -> list[Path]:
-    """Run folders among `places`: each is a run itself, or holds runs one level down."""
+    """Run folders among `places`: each is a run itself, or holds runs.
+
+    Runs lie one level down; only where there are none, two (archive/demo/ alone in the archive).
+    """
     found: list[Path] = []
     for place in places:
         if not place.is_dir():
@@ -167,14 +170,26 @@ def find_folders(places: Sequence[Path]) -> list[Path]:
         if prompt_files(place):
             found.append(place)
             continue
-        inner = [sub for sub in sorted(place.iterdir()) if sub.is_dir() and sub.name[0] != "."]
-        found += [sub for sub in inner if FOLDER.fullmatch(sub.name) or prompt_files(sub)]
+        inner = _subfolders(place)
+        deeper = [folder for sub in inner for folder in _subfolders(sub)]
+        found += next(filter(None, map(_runs_among, (inner, deeper))), [])
     if not found:
         raise Nothing(
             f"no runs in {', '.join(shown(place) for place in places)}: looked for folders with"
             " <llm>_<reward>_prompt_<JSON_idx>.json, as main.py writes them"
         )
     return list(dict.fromkeys(found))
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    try:
+        return [sub for sub in sorted(folder.iterdir()) if sub.is_dir() and sub.name[0] != "."]
+    except OSError as error:
+        raise Nothing(f"{shown(folder)}: can't be listed ({error.strerror or error})") from error
+
+
+def _runs_among(folders: Sequence[Path]) -> list[Path]:
+    return [folder for folder in folders if FOLDER.fullmatch(folder.name) or prompt_files(folder)]
 
 
 def load_run(folder: Path) -> Run:
@@ -368,6 +383,8 @@ def _extra(settings: dict[str, Any]) -> str:
         parts.append(re.sub(r"[^A-Za-z0-9]", "", schedule)[:20])
     if floor:
         parts.append(f"min{floor:g}")
+    if settings.get("refill") and (share := finite(settings.get("refill_to"))) not in (None, 1.0):
+        parts.append(f"to{share:g}")
     if settings.get("value_head"):
         parts.append("vh")
     return "".join(f"_{part}" for part in parts)
