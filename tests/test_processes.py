@@ -183,10 +183,10 @@ class _Recorder:
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes watchers over one store that beat every 50 ms and lose patience after a second."""
+    """Makes watchers over one store that beat every 50 ms and lose patience after 1.5 s."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setattr(processes_module, "BEAT_SEC", 0.05)
-    monkeypatch.setattr(processes_module, "SILENCE_SEC", 1.0)
+    monkeypatch.setattr(processes_module, "SILENCE_SEC", 1.5)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(store.port))
     made = []
@@ -206,7 +206,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_long_prompt_is_no_silence(watched: Any) -> None:
     (_, first), (_, second) = watched(0), watched(1)
-    time.sleep(2.5)  # two and a half patiences without a word but the beat
+    time.sleep(4)  # more than two patiences without a word but the beat
     assert first.stops == second.stops == []
 
 
@@ -216,14 +216,14 @@ def test_a_silent_process_stops_the_others(watched: Any) -> None:
     wait_for(lambda: other._store.check(["beat/1"]), 5)
     other._ended.set()  # as if it were frozen
     wait_for(lambda: first.stops, 5)
-    assert first.stops[0] == ("process 1 has given no sign of life for 1 s", 1)
+    assert first.stops[0] == ("process 1 has given no sign of life for 2 s", 1)
 
 
 def test_a_process_that_left_in_order_is_not_missed(watched: Any) -> None:
     _, first = watched(0)
     other, _ = watched(1)
     other.leave(in_order=True)
-    time.sleep(2)
+    time.sleep(3)
     assert first.stops == []
 
 
