@@ -107,7 +107,7 @@ def merged_name(runs: Sequence[Run]) -> str:
     return f"{total.name}_{runs[0].pair}_{runs[0].seed}"
 
 
-def merge_all(runs: Sequence[Run], archive: Path, times: Sequence[int]) -> int:
+def merge_all(runs: Sequence[Run], times: Sequence[int]) -> int:
     """Every setting that has enough seeds, `times` of them each, lowest seeds first."""
     groups: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
@@ -122,7 +122,7 @@ def merge_all(runs: Sequence[Run], archive: Path, times: Sequence[int]) -> int:
                 continue
             found = True
             chosen = group[:count]
-            target = archive / merged_name(chosen)
+            target = chosen[0].folder.parent / merged_name(chosen)
             if target.resolve() in own:
                 LOG.info("%s: is a run of its own, left as it is", target.name)
                 continue
@@ -140,7 +140,7 @@ def merge_all(runs: Sequence[Run], archive: Path, times: Sequence[int]) -> int:
 def work(args: argparse.Namespace) -> int:
     runs = load_runs(args.places)
     if args.target is None and _is_archive(args.places):
-        return merge_all(runs, args.places[0], args.times)
+        return merge_all(runs, args.times)
     if args.target is None and len({run.folder.parent.resolve() for run in runs}) > 1:
         raise Refused(
             "the runs lie in several folders: say with --target where the merged run goes"

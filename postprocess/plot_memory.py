@@ -22,7 +22,7 @@ if __package__ in (None, ""):
 
 from postprocess import pictures
 from postprocess.command import EXIT_OK, EXIT_WRONG, LOG, Refused, guarded, parser
-from postprocess.reading import BadFile, count_of, finite, load_objects, shown
+from postprocess.reading import BadFile, count_of, load_objects, shown
 from postprocess.rounds import Round, rounds_of
 from postprocess.runs import Run, load_runs
 
@@ -82,6 +82,21 @@ def longest_answer(item: dict[str, Any]) -> int:
     return max((count_of(row.get("num_tokens")) or 0 for row in item["trajectories"]), default=0)
 
 
+def room_of(item: dict[str, Any], rounds: Sequence[Round]) -> float | None:
+    """Bytes of the plan's pages, a page's bytes being what a row's pages held in the first round.
+
+    The last sampled token of a row needs no place in the cache. None where the plan is silent.
+    """
+    plan = item.get("plan")
+    plan = plan if isinstance(plan, dict) else {}
+    pages, page_size = count_of(plan.get("pages")), count_of(plan.get("page_size"))
+    first = rounds[0]
+    if not pages or not page_size or not first.rows or not first.kv_bytes:
+        return None
+    pages_a_row = max(1, -(-(first.stop_length - 1) // page_size))
+    return pages * first.kv_bytes / (first.rows * pages_a_row)
+
+
 def find_prompt(run: Run, wanted: int | None) -> tuple[int, dict[str, Any], list[Round]] | None:
     """The first prompt (or the wanted one) whose slowest process has rounds."""
     for idx in [wanted] if wanted is not None else run.prompts:
@@ -113,26 +128,29 @@ def draw(
     for part, style in parts:
         top.plot(lengths[part], rows[part], style, color=pictures.CYCLE[0])
         bottom.plot(lengths[part], [b / size for b in used[part]], style, color=pictures.CYCLE[1])
-    top.set_yscale("log")
-    top.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    top.yaxis.set_major_formatter(lambda value, _: f"{value:.0f}")
-    top.yaxis.set_minor_locator(NullLocator())
+    if max(rows) > 8 * min(rows) > 0:
+        top.set_yscale("log")
+        top.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        top.yaxis.set_major_formatter(lambda value, _: f"{value:.0f}")
+        top.yaxis.set_minor_locator(NullLocator())
+    else:
+        top.set_ylim(0, 1.1 * max(rows))
     top.set_ylabel("rows")
     for current in rounds:
         spot = (current.stop_length, current.rows)
         top.annotate(f"{current.rows}", spot, (3, 3), textcoords="offset points", fontsize=8)
-    plan = item.get("plan")
-    room = finite(plan.get("generator_kv_bytes")) if isinstance(plan, dict) else None
+    room = room_of(item, rounds)
     if room:
-        label = "room in the plan (with the prompt)"
-        bottom.axhline(room / size, color="black", linewidth=0.8, linestyle=":", label=label)
+        bottom.axhline(
+            room / size, color="black", linewidth=0.8, linestyle=":", label="the plan's room"
+        )
     reward = [r.reward_kv_bytes for r in rounds]
     if any(reward):
         spots = [r.stop_length for r in rounds]
         label = "reward model's cache at the rejections"
         bottom.plot(spots, [b / size for b in reward], "^", color=pictures.CYCLE[2], label=label)
     if room or any(reward):
-        bottom.legend(frameon=False, loc="lower right")
+        bottom.legend(frameon=False, loc="best")
     bottom.set_ylabel(f"generator's KV cache, {unit}")
     bottom.set_xlabel("answer length, tokens")
     bottom.set_ylim(bottom=0)
@@ -163,7 +181,9 @@ def work(args: argparse.Namespace) -> int:
             print(path)
     if not drawn:
         which = "" if args.prompt is None else f" for prompt {args.prompt}"
-        raise Refused(f"no run has rounds{which}; the paper's files have none")
+        raise Refused(
+            f"no run has rounds with a rejection{which}; the paper's files have no rounds"
+        )
     return code
 
 

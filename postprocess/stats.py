@@ -15,11 +15,16 @@ from operator import attrgetter
 import numpy as np
 
 from postprocess.command import LOG
-from postprocess.reading import PromptResult
+from postprocess.reading import PromptResult, differences
 from postprocess.runs import Run
 
 BOOTSTRAP_SEED = 0
 BOOTSTRAP_DRAWS = 10_000
+# What must be the same for two runs to draw from one distribution and stop at one bound.
+SHARED_SETTINGS = (
+    *("max_tokens", "max_gen_tokens", "top_k", "top_p", "temperature", "prompt_template"),
+    *("ignore_stop", "dtype"),
+)
 # Below this a range is zero: ratios stay finite, and no model tells scores apart by so little.
 MIN_RANGE = 1e-100
 
@@ -132,6 +137,7 @@ def compare(
     values: dict[int, list[float]] = {}
     costs = []
     for run in runs:
+        warn_of_settings(base, run)
         indices = paired(base, run, ranges)
         if not indices:
             LOG.warning("%s: no prompt in common with %s, left out", run.name, base.name)
@@ -160,6 +166,18 @@ def compare(
         relative_tokens=mean["relative_tokens"],
         peak_memory_bytes=max(peaks, default=None),
     )
+
+
+def warn_of_settings(base: Run, run: Run) -> None:
+    """Names the settings that make the texts of two runs incomparable, where they differ."""
+    left, right = (next(iter(of.prompts.values())).settings for of in (base, run))
+    both = [
+        {key: of[key] for key in SHARED_SETTINGS if None not in (left.get(key), right.get(key))}
+        for of in (left, right)
+    ]
+    if differing := differences(*both):
+        text = "%s was made with other settings than %s: %s"
+        LOG.warning(text, run.name, base.name, ", ".join(differing))
 
 
 def _cost(base: Run, run: Run, indices: Sequence[int], weights: Weights) -> dict[str, float | None]:

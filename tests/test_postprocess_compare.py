@@ -232,6 +232,19 @@ def test_other_text_under_one_index_is_no_pair(
     assert "prompts 2 are other texts" in caplog.text
 
 
+def test_other_sampling_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Runs of other bounds are compared, for who knows why, but not silently."""
+    archive = make_archive(tmp_path / "a")
+    fields = speculative(0.3, max_tokens=99, kv_cache_gb=1.0)
+    write_run(archive, "other", {1: [make_object(1, [1], 2, **fields)]})
+    assert plot_compare.main([str(archive), "--out", str(tmp_path / "o")]) == 0
+    named = [r.getMessage() for r in caplog.records if "other settings than" in r.getMessage()]
+    assert named == [
+        f"SpR_alpha_0.3_{PAIR}_0 was made with other settings than Bo8_{PAIR}_0: max_tokens"
+        " (2048 against 99)"
+    ]
+
+
 def test_nothing_in_common(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     archive = make_archive(tmp_path / "a")
     write_run(archive, "other", {9: [make_object(9, [1], 2, **speculative(0.3))]})

@@ -89,6 +89,17 @@ def test_saw_tooth_without_the_list_of_rejected() -> None:
     assert [rows for _, rows, _ in found.corners] == [8, 8, 6, 4, 4, 4]
 
 
+def test_room_of_the_plan() -> None:
+    """Eight rows at 8 tokens, pages of 4: (8 - 1)/4 is two pages a row, sixteen hold 6400 bytes,
+    400 each; the plan has 20 of them.
+    """
+    item = spr_object(1, plan={"pages": 20, "page_size": 4})
+    rounds = rounds_of(item)
+    assert plot_memory.room_of(item, rounds) == 8000
+    assert plot_memory.room_of({**item, "plan": None}, rounds) is None
+    assert plot_memory.room_of({**item, "plan": {"pages": "x"}}, rounds) is None
+
+
 def test_memory_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for seed in (0, 1):
         write_run(
@@ -106,7 +117,7 @@ def test_memory_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert (
         plot_memory.main([str(tmp_path / "a"), "--out", str(tmp_path / "o"), "--prompt", "9"]) == 1
     )
-    assert "no run has rounds for prompt 9" in capsys.readouterr().err
+    assert "no run has rounds with a rejection for prompt 9" in capsys.readouterr().err
 
 
 def test_partial_scores_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -169,6 +169,15 @@ def test_other_files_are_ignored(tmp_path: Path) -> None:
     assert find_folders([tmp_path]) == [folder]
 
 
+def test_runs_one_level_deeper(tmp_path: Path) -> None:
+    """After `make demo` the archive holds only archive/demo/: found, until there are others."""
+    nested = write_run(tmp_path / "demo", "x", {1: [make_object(1, [1, 2], 1)]})
+    assert find_folders([tmp_path]) == [nested]
+    own = write_run(tmp_path, "y", {1: [make_object(1, [1, 2], 1)]})
+    assert find_folders([tmp_path]) == [own]
+    assert find_folders([tmp_path / "demo", own]) == [nested, own]
+
+
 def test_missing_and_empty_archive(tmp_path: Path) -> None:
     with pytest.raises(Nothing, match="no folder"):
         find_folders([tmp_path / "gone"])
