@@ -43,13 +43,29 @@ TENSOR_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# How a text is split before merging, by the name that the file gives its splitter: digits apart,
+# words by a pattern (None: GPT-2's), whole words before merges, Unicode normal form first.
+GPT2_WORDS = None
+LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2_WORDS = LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
+SPLITTERS = {
+    "default": (False, GPT2_WORDS, False, False),
+    "gpt-2": (False, GPT2_WORDS, False, False),
+    "smollm": (True, GPT2_WORDS, False, False),
+    "llama-bpe": (False, LLAMA3_WORDS, True, False),
+    "qwen2": (False, QWEN2_WORDS, False, True),
+}
+CONTROL, USER_DEFINED = 3, 4  # gguf.TokenType
 ROPE_FACTORS = "rope_freqs.weight"  # llama3 scaling, baked in; the config says it in words
 
 
 def convert_gguf(file: Path, target: Path) -> Path:
     """Convert `file` into the model folder `target` unless it is there; returns `target`.
 
-    Raises UnsupportedModel, or FileNotFoundError where there is no such file.
+    Raises UnsupportedModel for a file that is not supported or not whole, or FileNotFoundError.
     """
     file, target = Path(file), Path(target)
     if (target / "config.json").is_file():
@@ -61,6 +77,12 @@ def convert_gguf(file: Path, target: Path) -> Path:
     try:
         _write_model(file, scratch)
         _publish(scratch, target)
+    except (UnsupportedModel, OSError):
+        raise
+    except Exception as error:  # a damaged file raises whatever its parsers raise
+        raise UnsupportedModel(
+            f"{file}: not a GGUF file, or not a whole one ({type(error).__name__}: {error})"
+        ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target
@@ -78,10 +100,7 @@ def _publish(scratch: Path, target: Path) -> None:
 def _write_model(file: Path, folder: Path) -> None:
     from gguf import GGUFReader
 
-    try:
-        reader = GGUFReader(file)
-    except ValueError as error:
-        raise UnsupportedModel(f"{file}: not a GGUF file ({error})") from error
+    reader = GGUFReader(file)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     config = _config(fields, {tensor.name for tensor in reader.tensors})
     save_file(dict(_tensors(reader, config)), folder / "model.safetensors", {"format": "pt"})
@@ -97,13 +116,16 @@ def _config(fields: dict, tensor_names: set[str]) -> dict:
             f"GGUF architecture {architecture!r} is not supported; "
             f"supported: {', '.join(ARCHITECTURES)}"
         )
-    if ROPE_FACTORS in tensor_names or f"{architecture}.rope.scaling.type" in fields:
-        raise UnsupportedModel("GGUF files with rope scaling are not supported; use safetensors")
 
     def get(name: str, default=None):
         return fields.get(f"{architecture}.{name}", default)
 
+    if ROPE_FACTORS in tensor_names or get("rope.scaling.type", "none") != "none":
+        raise UnsupportedModel("GGUF files with rope scaling are not supported; use safetensors")
     heads = get("attention.head_count")
+    head_dim = get("attention.key_length", get("embedding_length") // heads)
+    if get("rope.dimension_count", head_dim) != head_dim:
+        raise UnsupportedModel("GGUF files that rotate a part of each head are not supported")
     return {
         "architectures": [HF_CLASSES[architecture]],
         "model_type": architecture,
@@ -112,7 +134,7 @@ def _config(fields: dict, tensor_names: set[str]) -> dict:
         "num_hidden_layers": get("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": get("attention.head_count_kv", heads),
-        "head_dim": get("attention.key_length", get("embedding_length") // heads),
+        "head_dim": head_dim,
         "max_position_embeddings": get("context_length"),
         "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
         "rope_theta": get("rope.freq_base", 10000.0),
@@ -156,7 +178,15 @@ def _unpermute(values: np.ndarray, heads: int) -> np.ndarray:
 
 def _write_tokenizer(fields: dict, folder: Path) -> None:
     """A byte-level BPE tokenizer as tokenizer.json; the only kind that such files use here."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+    )
 
     if fields.get("tokenizer.ggml.model") != "gpt2":
         raise UnsupportedModel(
@@ -164,20 +194,21 @@ def _write_tokenizer(fields: dict, folder: Path) -> None:
         )
     tokens = fields["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+    digits, words, ignore_merges, compose = _splitter(fields.get("tokenizer.ggml.pre", "default"))
     vocab = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    steps = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
-    if fields.get("tokenizer.ggml.pre") == "smollm":
-        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=ignore_merges))
+    steps = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
+    if words is not None:
+        steps.append(pre_tokenizers.Split(Regex(words), "isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words is None))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    if compose:
+        tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
-    control = 3  # gguf.TokenType.CONTROL
-    special = [
-        token
-        for token, kind in zip(tokens, fields["tokenizer.ggml.token_type"], strict=True)
-        if kind == control
-    ]
-    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in special])
+    kinds = list(zip(tokens, fields["tokenizer.ggml.token_type"], strict=True))
+    special = [AddedToken(t, normalized=False, special=True) for t, k in kinds if k == CONTROL]
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens([AddedToken(t, normalized=False) for t, k in kinds if k == USER_DEFINED])
     tokenizer.save(str(folder / "tokenizer.json"))
     named = {
         name: tokens[fields[f"tokenizer.ggml.{key}_token_id"]]
@@ -193,3 +224,12 @@ def _write_tokenizer(fields: dict, folder: Path) -> None:
         "model_max_length": fields.get(f"{fields['general.architecture']}.context_length"),
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
+
+
+def _splitter(name: str) -> tuple[bool, str | None, bool, bool]:
+    if name not in SPLITTERS:
+        raise UnsupportedModel(
+            f"GGUF tokenizer splits text by {name!r}, which is not supported; supported: "
+            f"{', '.join(SPLITTERS)}"
+        )
+    return SPLITTERS[name]
