@@ -14,9 +14,12 @@ from typing import Any
 import numpy as np
 
 from postprocess.pool import Pool
-from postprocess.reading import BadFile, finite, load_objects, shown
+from postprocess.reading import BadFile, load_objects, shown
+from postprocess.rounds import partials_of
 from postprocess.runs import LOG, Run
 from suite.hidden import BadStates, States, read_states, states_path
+
+FIXED = ("prompt", "end")  # what the reward model reads beside the answers
 
 
 @dataclass(slots=True)
@@ -76,10 +79,8 @@ def _logged(
     run: Run, idx: int, path: Path, number: int, item: dict[str, Any], with_states: bool
 ) -> Logged:
     name = shown(path.name)
-    partials = item.get("partials")
-    if not isinstance(partials, dict) or not partials:
-        raise BadFile(f"{name}: no partial scores; Best-of-N with --log_partial records them")
     try:
+        partials = partials_of(item)
         made = Logged(
             json_idx=idx,
             run=run,
@@ -87,12 +88,14 @@ def _logged(
             num_tokens={t["candidate"]: t["num_tokens"] for t in item["trajectories"]},
             stopped={t["candidate"]: t["finish_reason"] == "stop" for t in item["trajectories"]},
             score={t["candidate"]: t["score"] for t in item["trajectories"]},
-            partial={int(k): _scores(pairs) for k, pairs in partials.items()},
+            partial=partials,
         )
-        if not all(isinstance(item[f"reward_{k}_tokens"], int) for k in ("prompt", "end")):
+        if partials and not all(isinstance(item[f"reward_{k}_tokens"], int) for k in FIXED):
             raise ValueError("reward_prompt_tokens is no count")
     except (KeyError, TypeError, ValueError) as error:
         raise BadFile(f"{name}: partial scores or trajectories are damaged ({error})") from error
+    if not partials:
+        raise BadFile(f"{name}: no partial scores; Best-of-N with --log_partial records them")
     if with_states:
         made.states = read_states(states_path(path, number))
         states = made.states
@@ -101,8 +104,3 @@ def _logged(
             for place in np.flatnonzero(states.finished == 0)
         }
     return made
-
-
-def _scores(pairs: Any) -> dict[int, float]:
-    """`[[candidate, score], ...]`; a score that is no number is left out."""
-    return {int(index): s for index, score in pairs if (s := finite(score)) is not None}

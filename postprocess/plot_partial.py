@@ -1,12 +1,12 @@
 """Do early scores tell the final ones? Partial against final score, rank correlation by length.
 
-From `rounds`: the score that a candidate had when its text was cut off at a stop, against the
-score of its finished text. Spearman within a prompt and process, averaged over prompts; lengths
-are gathered by octaves. Only candidates that were finished have a final score: under
-rejection these are the survivors, which makes the correlation look smaller than it is among all;
-runs that reject nothing (alpha 0, or Best-of-N that logs partial scores) show it whole. Writes
-imgs/partial_<pair>.png, .pdf and .csv and prints the table. Exit codes: 0 drawn; 1 no data; 2 no
-runs.
+From `rounds` (and `partials`, of Best-of-N with --log_partial): the score that a candidate had when
+its text was cut off at a stop, against the score of its finished text. Spearman within a prompt and
+process, averaged over prompts; lengths are gathered by octaves. Only candidates that were finished
+have a final score: under rejection these are the survivors, which makes the correlation look
+smaller than it is among all; runs that reject nothing (alpha 0, or Best-of-N that logs partial
+scores) show it whole. Writes imgs/partial_<pair>.png, .pdf and .csv and prints the table. Exit
+codes: 0 drawn; 1 no data; 2 no runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if __package__ in (None, ""):
 from postprocess import pictures
 from postprocess.command import EXIT_OK, LOG, Refused, guarded, parser, table, write_text
 from postprocess.reading import answers_of, load_objects, shown
-from postprocess.rounds import rounds_of
+from postprocess.rounds import partials_of, rounds_of
 from postprocess.runs import Run, by_pair, load_runs
 from postprocess.stats import bootstrap, spearman
 
@@ -61,7 +61,7 @@ def collect(runs: Iterable[Run]) -> dict[int, Bin]:
             objects = load_objects(result.path)
             for item in objects:
                 try:
-                    rounds = rounds_of(item)
+                    rounds, partials = rounds_of(item), partials_of(item)
                 except ValueError as error:
                     LOG.warning("%s: left out, %s", shown(result.path.name), error)
                     continue
@@ -72,6 +72,8 @@ def collect(runs: Iterable[Run]) -> dict[int, Bin]:
                 }
                 for current in (r for r in rounds if not r.final):
                     _add(bins, idx, current.stop_length, current.scores, final)
+                for length, scores in partials.items():
+                    _add(bins, idx, length, scores, final)
     return bins
 
 

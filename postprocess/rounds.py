@@ -1,4 +1,4 @@
-"""The `rounds` of a Speculative Rejection object, checked. The paper's files have none."""
+"""The `rounds` and `partials` of an object, checked. The paper's files have none."""
 
 from __future__ import annotations
 
@@ -30,6 +30,28 @@ def rounds_of(item: dict[str, Any]) -> list[Round]:
     if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
         raise ValueError(f"rounds: want a list of objects, got {shown(listed)}")
     return [_round(entry, position) for position, entry in enumerate(listed)]
+
+
+def partials_of(item: dict[str, Any]) -> dict[int, dict[int, float]]:
+    """Scores of the first tokens, of Best-of-N with --log_partial: {length: {candidate: score}}.
+
+    ValueError names a fault; a score that is not finite is left out.
+    """
+    listed = item.get("partials") or {}
+    if not isinstance(listed, dict) or not all(k.isdigit() for k in listed):
+        raise ValueError(
+            f"partials: want lists of [candidate, score] by length, got {shown(listed)}"
+        )
+    found = {}
+    for length, pairs in listed.items():
+        whole = isinstance(pairs, list) and all(
+            isinstance(pair, list) and len(pair) == 2 and count_of(pair[0]) is not None
+            for pair in pairs
+        )
+        if not whole:
+            raise ValueError(f"partials: {length}: want a list of [candidate, score]")
+        found[int(length)] = {c: s for c, score in pairs if (s := finite(score)) is not None}
+    return found
 
 
 def _round(entry: dict[str, Any], position: int) -> Round:

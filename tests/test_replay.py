@@ -213,6 +213,31 @@ def test_partial_scores_are_those_of_unfinished_texts(tiny_models, archive):
     assert all(logged.num_tokens[i] <= 16 for i in ended_before)
 
 
+def test_the_plot_of_partial_scores_shows_them(archive):
+    from postprocess.plot_partial import collect
+    from postprocess.runs import load_runs
+    from postprocess.stats import spearman
+
+    bins = collect(load_runs([archive]))
+    expected = []
+    for logged in logged_pools(archive):
+        indices = sorted(logged.partial[8])
+        early = np.array([logged.partial[8][i] for i in indices])
+        expected.append(spearman(early, np.array([logged.score[i] for i in indices])))
+    assert bins[3].correlations == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("bad", [[1], {"x": []}, {"8": [[0]]}, {"8": [["a", 1.0]]}, {"8": 3}])
+def test_damaged_partial_scores_are_named(archive, bad, tmp_path, caplog):
+    (path, *_) = sorted(archive.glob("*.json"))
+    (item,) = json.loads(path.read_text())
+    folder = tmp_path / "Bo32"
+    folder.mkdir()
+    (folder / path.name).write_text(json.dumps([{**item, "partials": bad}]))
+    assert logged_pools(folder, with_states=False) == []
+    assert "partial scores" in caplog.text
+
+
 def test_reading_partial_texts_reads_only_new_tokens(archive):
     for logged in logged_pools(archive):
         pool = logged.pool
