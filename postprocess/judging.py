@@ -128,12 +128,19 @@ def hub_cache_of(gamed: Path, folder: Path) -> Path:
     return folder / "hub"
 
 
-def find_gamed() -> str | None:
-    """df_gamed.csv in the hub's cache, if it is there."""
-    from huggingface_hub import try_to_load_from_cache
+def fetch_gamed() -> str | None:
+    """Gets df_gamed.csv into the hub's cache; what is wrong when that fails.
 
-    found = try_to_load_from_cache("tatsu-lab/alpaca_eval", "df_gamed.csv", repo_type="dataset")
-    return found if isinstance(found, str) else None
+    Before any judging: alpaca_eval fetches it afterwards, when the judge has been paid.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        hf_hub_download("tatsu-lab/alpaca_eval", "df_gamed.csv", repo_type="dataset")
+    except (OSError, HfHubHTTPError) as error:
+        return f"df_gamed.csv is neither in the hub's cache nor on the hub ({type(error).__name__})"
+    return None
 
 
 def harmless(text: str) -> str:

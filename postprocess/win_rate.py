@@ -63,11 +63,8 @@ def plan_lengths(
     cache = None
     if args.df_gamed is not None:
         cache = judging.hub_cache_of(args.df_gamed, folder)
-    elif os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") and judging.find_gamed() is None:
-        found.append(
-            "df_gamed.csv of tatsu-lab/alpaca_eval is not in the hub's cache, and this is offline"
-            " (give it with --df_gamed FILE)"
-        )
+    elif not found and (fault := judging.fetch_gamed()):
+        found.append(f"{fault}; --df_gamed FILE gives it")
     if found and args.metric == "lc":
         raise Refused(f"no length-controlled rate: {'; '.join(found)}")
     if found:

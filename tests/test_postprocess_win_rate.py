@@ -27,7 +27,7 @@ import pytest
 
 from postprocess import judging, merge_json, win_rate
 from postprocess.command import LOG, PROJECT
-from postprocess.judging import Job, environment, find_gamed, forget_failures, harmless, redact
+from postprocess.judging import Job, environment, forget_failures, harmless, redact
 from tests.openai_server import JudgeServer
 
 KEY = "sk-test-0123456789"
@@ -151,7 +151,7 @@ def test_win_rates_by_hand(tmp_path: Path) -> None:
     assert float(board["B"]["win_rate"]) == pytest.approx(100 * 1.1 / 3)
     assert [board["A"][k] for k in ("n_total", "n_wins", "n_draws")] == ["3.0", "1.0", "2.0"]
     assert board["A"]["length_controlled_winrate"] == ""
-    assert "raw win rate only: df_gamed.csv" in done.stderr
+    assert "raw win rate only: df_gamed.csv is neither" in done.stderr
     assert "X: win rates against Bo8, 3 instructions, judge: my-judge-instruct" in done.stdout
     for name in ("A", "B"):  # one annotations folder a generator
         path = folder / "X_by_my-judge-instruct" / name / "annotations.json"
@@ -452,15 +452,19 @@ def test_failed_judgements_are_forgotten(tmp_path: Path) -> None:
     assert not cache.exists()
 
 
-def test_df_gamed_is_looked_for_in_the_hub_cache(tmp_path: Path, gamed: Path) -> None:
+def test_df_gamed_comes_from_the_hub_cache(tmp_path: Path, gamed: Path) -> None:
+    """Offline with the file in the cache, then without; the child finds it in the same place."""
     hub = judging.hub_cache_of(gamed, tmp_path)
-    code = "from postprocess.judging import find_gamed; print(find_gamed())"
-    env = env_of(HF_HUB_CACHE=str(hub))
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, cwd=PROJECT, capture_output=True, text=True
-    )
-    assert done.stdout.strip().endswith("df_gamed.csv")
-    assert find_gamed() is None or Path(str(find_gamed())).is_file()
+    code = "from postprocess.judging import fetch_gamed; print(fetch_gamed())"
+    for place, words in ((hub, "None"), (tmp_path, "neither in the hub's cache nor on the hub")):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=env_of(HF_HUB_CACHE=str(place)),
+            cwd=PROJECT,
+            capture_output=True,
+            text=True,
+        )
+        assert words in done.stdout, done.stderr
 
 
 # The user's own alpaca_eval command line.
