@@ -167,4 +167,9 @@ def merge_lora(
         if place is None or any(half is None for half in halves):
             raise BadWeights(f"adapter tensor {name!r} has no place in the model or no other half")
         a, b = (half.to(place.device, torch.float32) for half in halves)
+        if (b.shape[0], a.shape[1]) != tuple(place.shape) or a.shape[0] != b.shape[1]:
+            raise BadWeights(
+                f"adapter tensor {name!r}: {tuple(b.shape)} times {tuple(a.shape)} does not fit "
+                f"{tuple(place.shape)}"
+            )
         place.copy_(place.float() + scaling * (b @ a))

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from engine.config import ModelConfig, UnsupportedModel, read_config
@@ -90,15 +91,23 @@ def backbone_config(folder: Path, raw: dict, architecture: str) -> ModelConfig:
 
 def _load_adapter(folder: Path, raw: dict, dtype: torch.dtype, device: torch.device) -> RewardModel:
     """A LoRA adapter and head on a base model that is found by name; merged into the weights."""
-    base = resolve(raw["base_model"], role="generator")
+    try:
+        named, architecture = raw["base_model"], raw["architectures"][0]
+        scaling = float(raw["lora"]["scaling"])
+        tensors = load_file(folder / ADAPTER_FILE)
+    except (KeyError, IndexError, TypeError, ValueError, OSError, SafetensorError) as error:
+        raise BadWeights(
+            f"{folder}: not a whole reward adapter ({type(error).__name__}: {error})"
+        ) from error
+    base = resolve(named, role="generator")
     base_folder = base.ready()
     backbone, _ = load_model(base_folder, dtype, device)
-    tensors = load_file(folder / ADAPTER_FILE)
-    head = {"score.weight": tensors.pop("score.weight").to(device, torch.float32)}
+    names = head_names(architecture, raw)
+    head = {n: tensors.pop(n).to(device, torch.float32) for n in names if n in tensors}
     stray = [name for name in tensors if not name.startswith(PEFT_PREFIX)]
-    if stray:
-        raise BadWeights(f"{folder}: adapter tensors without a place: {', '.join(stray[:4])}")
-    merge_lora(backbone, tensors, raw["lora"]["scaling"], PEFT_PREFIX)
-    chat = reward_chat(base_folder, base.name, raw["architectures"][0], cut_after=True)
+    if stray or len(head) < len(names):
+        raise BadWeights(f"{folder}: expected {names} and an adapter, got also {stray[:4]}")
+    merge_lora(backbone, tensors, scaling, PEFT_PREFIX)
+    chat = reward_chat(base_folder, base.name, architecture, cut_after=True)
     shape = {"hidden_size": backbone.config.hidden_size}
-    return RewardModel(backbone, build_head(raw["architectures"][0], shape, head), chat)
+    return RewardModel(backbone, build_head(architecture, shape, head), chat)
