@@ -3,10 +3,11 @@
 The candidates of Speculative Rejection are members of Best-of-N's set, so a run made with
 `--log_partial` holds what every rejection rule would have seen. The very code of
 methods/speculative.py runs here on a decoder and a reward that only look up the log; tokens are
-counted as the engine would (reading incrementally). Exact where a stop is a logged length; at other
-stops the longest logged prefix stands in, and a line says so. Forks were never logged: `--refill`
-is refused. Flags are main.py's; lists are tried in all combinations. Exit codes: 0 replayed; 1 no
-usable run; 2 nothing to replay, or a bad command line.
+counted as the engine would, reading incrementally (the generator's tokens, where the reward model
+has another tokenizer). Exact where a stop is a logged length; at other stops the longest logged
+prefix stands in, and a line says so. Forks were never logged: `--refill` is refused. Flags are
+main.py's; lists are tried in all combinations. Exit codes: 0 replayed; 1 no usable run; 2 nothing
+to replay, or a bad command line.
 """
 
 from __future__ import annotations

@@ -109,6 +109,17 @@ def test_replay_is_the_live_run_when_memory_forces_the_stops(tiny_models, tmp_pa
     assert len(forced) >= 2 and set(forced) <= set(pages)
 
 
+def test_replay_is_the_live_run_with_self_reward(tiny_models, tmp_path):
+    """Perplexity reads no turn's end, and nothing twice."""
+    own = dict(reward="tiny-llama", log_hidden=False)
+    folder = log_pool(tiny_models, tmp_path / "Bo32", prompts=("Why?",), **own)
+    (logged,) = logged_pools(folder, with_states=False)
+    rule = dict(alpha=0.4, schedule="fixed:16")
+    rows = dict(init_batch_size=NUM_CANDIDATES, reward_cache="on")
+    live = run_search(tiny_models, prompt="Why?", json_idx=0, reward="tiny-llama", **rows, **rule)
+    assert_same(replay_one(logged, rule), live)
+
+
 def test_replay_with_a_value_head_is_the_live_run(tiny_models, archive, tmp_path):
     from rewards.value_head import ValueHead
 
