@@ -213,16 +213,18 @@ class Decoder:
         self.state.begin_block()
         self._append(block)
         stopped = np.isin(block, self.stop_ids)
-        done = stopped.any(1) | bad
-        first_stop = self.length - steps + stopped.argmax(1)
-        num_tokens = np.where(stopped.any(1), first_stop + 1, self.length) - (self.length - steps)
+        # A bad row's tokens are 0 from its bad step on; a stop before that is a good end.
+        num_good = np.where(bad, _first(block == 0), steps)
+        ended = stopped.any(1) & (_first(stopped) < num_good)
+        num_tokens = np.where(ended, _first(stopped) + 1, num_good)
         self.tokens_generated += int(num_tokens.sum())
+        done = ended | bad
         if not done.any():
             return
+        lengths = self.length - steps + num_tokens
         for row in np.flatnonzero(done):
-            end = End.FAILED if bad[row] else End.STOP
-            length = first_stop[row] + 1 if end is End.STOP else self.length
-            self._finish(self.live[row], self._sampled[row, :length], end)
+            tokens = self._sampled[row, : lengths[row]]
+            self._finish(self.live[row], tokens, End.STOP if ended[row] else End.FAILED)
         if bad.any() and self.cache.lengths.any():
             self.cache.scrub(np.flatnonzero(bad))
         keep = np.flatnonzero(~done)
@@ -240,6 +242,11 @@ class Decoder:
     def _finish(self, candidate: Candidate, tokens: np.ndarray, end: End) -> None:
         candidate.tokens, candidate.end = tokens.copy(), end
         self.finished.append(candidate)
+
+
+def _first(marks: np.ndarray) -> np.ndarray:
+    """The first True of each row, the row's length where there is none."""
+    return np.where(marks.any(1), marks.argmax(1), marks.shape[1])
 
 
 def prompt_chunk() -> Chunk:

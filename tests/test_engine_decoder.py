@@ -137,6 +137,19 @@ def test_greedy_rows_are_all_alike(model) -> None:
     assert logits.argmax(1).tolist() == rows[0]
 
 
+def test_first_tokens_are_independent_draws(model: Transformer) -> None:
+    """CASES 9: a thousand candidates of two tokens, by a chi-square of one degree of freedom."""
+    decoder = new_decoder(
+        model, stop_ids=(), sampling=SamplingParams(top_k=2), max_rows=1000, num_pages=0
+    )
+    drawn = [ids[0] for ids in decode_all(decoder, PROMPT, range(1000), 1).values()]
+    values, ids = logits_of(model, PROMPT)[-1].topk(2)
+    expected = torch.softmax(values, 0) * 1000
+    counts = torch.tensor([drawn.count(i) for i in ids.tolist()])
+    assert counts.sum() == 1000 and counts.min() > 0
+    assert float(((counts - expected) ** 2 / expected).sum()) < 10.83, "p < 0.001"
+
+
 # ---- ends ------------------------------------------------------------------------------------
 
 
@@ -252,6 +265,26 @@ def test_rows_of_nan_are_named_and_dropped_and_the_others_finish(
         assert all(finished[i].tokens.tolist() == texts[i] for i in texts if i not in bad)
 
 
+@pytest.mark.parametrize("look_every", [1, 4, 16])
+def test_a_text_that_stopped_is_no_bad_row(folder, texts, look_every: int) -> None:
+    """What a row computes behind its stop, until the host looks, is nobody's business."""
+    stop, poison = texts[3][5], texts[3][6]
+    model = load(folder)
+    model.embed[poison] = float("nan")
+    decoder = new_decoder(model, stop_ids=[stop], look_every=look_every)
+    for _ in range(2):
+        decoder.forget_prompt()
+        decoder.start(PROMPT, KEY, range(64))
+        decoder.run(LENGTH)
+        for candidate in decoder.take_finished():
+            text = texts[candidate.index]
+            end = text.index(stop) + 1 if stop in text else LENGTH
+            bad = text.index(poison) + 1 if poison in text[: end - 1] else LENGTH
+            kind = End.STOP if stop in text[:end] else End.LENGTH
+            assert candidate.end is (End.FAILED if bad < end else kind)
+            assert candidate.tokens.tolist() == text[: min(bad, end)]
+
+
 def test_a_row_of_minus_infinity_is_dropped_at_its_step(model, texts) -> None:
     """CASES 10: all -inf in one row of the logits."""
 
@@ -269,7 +302,8 @@ def test_a_row_of_minus_infinity_is_dropped_at_its_step(model, texts) -> None:
     decoder.run(LENGTH)
     finished = {c.index: c for c in decoder.take_finished()}
     assert finished[6].end is End.FAILED
-    assert finished[6].tokens.tolist()[:5] == texts[6][:5]
+    assert finished[6].tokens.tolist() == texts[6][:5]
+    assert decoder.tokens_generated == 5 + 15 * LENGTH
     assert all(finished[i].tokens.tolist() == texts[i] for i in range(16) if i != 6)
 
 
