@@ -465,3 +465,48 @@ def test_another_architecture_and_dtype_run(tiny_models, tmp_path: Path) -> None
     )
     check_conservation(made, 16)
     assert np.isfinite(list(scores(made).values())).all()
+
+
+@pytest.mark.parametrize("changes", [{"batch_size": 2}, {"init_batch_size": 2}], ids=str)
+def test_one_row_that_can_not_fit_says_what_is_missing(tiny_models, changes) -> None:
+    """CASES 15: seven pages of 32 tokens at 256 bytes each."""
+    with pytest.raises(ValueError, match=r"0\.000 GB more are needed; give a larger --kv_cache_gb"):
+        run_search(tiny_models, kv_cache_gb=56_000e-9, reward=FUNCTION, **changes)
+    assert run_search(tiny_models, kv_cache_gb=57_400e-9, reward=FUNCTION, **changes)
+
+
+def test_the_kv_budget_decides_over_rows_and_waves(tiny_models, best_of_64) -> None:
+    """--kv_cache_gb is how a CPU run gets its stops: 40 pages are five rows at full length."""
+    gigabytes = 40 * PAGE * 256 / 1e9
+    made = run_search(tiny_models, batch_size=12, kv_cache_gb=gigabytes)
+    assert made["plan"]["pages"] == 40 and texts(made).items() <= texts(best_of_64).items()
+    assert sum(name == "generation: prefill" for name, _ in made["clock"]) == 3
+    cut = run_search(tiny_models, kv_cache_gb=gigabytes, reward=FUNCTION)
+    assert cut["rounds"][0]["rows"] <= 20 and cut["rejected"]
+
+
+def test_a_reward_model_with_fewer_ids_reads_text(tiny_models, tmp_path: Path) -> None:
+    """A generator's padded vocabulary has ids that the reward model has no row for."""
+    from tests.tiny import make_tiny_llama, make_tiny_reward
+
+    make_tiny_llama(tmp_path / "wide", vocab=400)
+    make_tiny_reward(tmp_path / "tiny-reward")
+    made = run_search(tmp_path, llm_name="wide", batch_size=8)
+    check_conservation(made, 8)
+    assert max(i for ids in texts(made).values() for i in ids) >= 259
+
+
+def test_a_reward_with_another_tokenizer_runs_both_methods(tiny_models, tmp_path: Path) -> None:
+    """Text in between: merges at a round's end are read again, and the scores are the same."""
+    import shutil
+
+    from tests.reward_models import merge_tokens
+    from tests.tiny import make_tiny_reward
+
+    shutil.copytree(tiny_models / "tiny-llama", tmp_path / "tiny-llama")
+    merge_tokens(make_tiny_reward(tmp_path / "tiny-reward", vocab=300), ["he", "ok", "Ġa", "??"])
+    best = run_search(tmp_path, batch_size=32)
+    cut = run_search(tmp_path, init_batch_size=32, kv_pages=64, alpha=0.3)
+    check_conservation(cut, 32)
+    assert cut["rejected"] and texts(cut).items() <= texts(best).items()
+    assert scores(cut) == pytest.approx({i: scores(best)[i] for i in scores(cut)}, abs=1e-4)
