@@ -28,16 +28,18 @@ import numpy as np
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from engine.plan import Plan
+from engine.plan import Plan, pages_for
 from engine.schedule import Schedule
 from methods.session import PromptFailed, Session
 from methods.speculative import speculative_rejection
 from postprocess.logged import Logged, logged_of
 from postprocess.pool import cost_at, curve, log_n_eq, sizes_up_to
+from postprocess.reading import BadFile
 from postprocess.replaying import LoggedDecoder, LoggedReward
 from postprocess.runs import (
     EXIT_NOTHING,
     EXIT_OK,
+    Nothing,
     Refused,
     guarded,
     load_runs,
@@ -111,12 +113,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _work(args: argparse.Namespace) -> int:
     start = time.perf_counter()
+    rules = list(_rules(args))
     heads = {name: None if name == "none" else _head(name) for name in args.value_head}
     runs = [run for run in load_runs(args.places) if run.method.kind == "Bo"]
     logged = list(logged_of(runs, with_states=any(heads.values())))
     if not logged:
         raise Refused("no Best-of-N run has partial scores; --log_partial records them")
-    rules = list(_rules(args))
     results = {}
     for settings in rules:
         head = heads[settings.value_head or "none"]
@@ -139,7 +141,7 @@ def _head(name: str) -> ValueHead:
     try:
         return load_value_head(name)
     except BadValueHead as error:
-        raise Refused(str(error)) from error
+        raise Nothing(str(error)) from error
 
 
 def _rules(args: argparse.Namespace) -> Any:
@@ -151,8 +153,12 @@ def _rules(args: argparse.Namespace) -> Any:
             if rate != "auto" and not 0 < rate < 1:
                 raise ValueError(f"--alpha must be in (0, 1) or auto, got {alpha}")
             Schedule.parse(schedule, floor, args.min_round_tokens)
+            if min(floor, rows, args.min_round_tokens - 1, args.page_size or 0) < 0:
+                raise ValueError(
+                    "--min_tokens, --init_batch_size and the like must not be negative"
+                )
         except ValueError as error:
-            raise Refused(str(error)) from error
+            raise Nothing(str(error)) from error
         yield Settings(
             speculative_rejection=True,
             alpha=rate,
@@ -202,10 +208,19 @@ def replay(
 
 def _plan(logged: Logged, args: argparse.Namespace) -> Plan:
     """The log's plan with the memory that was asked for."""
-    known = {k: v for k, v in logged.item["plan"].items() if k in Plan.__dataclass_fields__}
-    plan = Plan(**known)
-    page_size = args.page_size or plan.page_size
+    try:
+        known = {k: v for k, v in logged.item["plan"].items() if k in Plan.__dataclass_fields__}
+        plan = Plan(**known)
+        page_size = args.page_size or int(plan.page_size)
+        longest = pages_for(int(plan.max_answer_tokens), page_size)
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
+        raise BadFile(f"prompt {logged.json_idx}: its plan can't be used ({error})") from error
     pages = EVERY_PAGE if args.kv_tokens is None else args.kv_tokens // page_size
+    if pages < longest:
+        raise Nothing(
+            f"--kv_tokens {args.kv_tokens} holds no answer of {plan.max_answer_tokens} tokens; "
+            f"give {longest * page_size} or more"
+        )
     return replace(plan, pages=pages, page_size=page_size, max_rows=len(logged.score))
 
 

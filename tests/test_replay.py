@@ -196,10 +196,24 @@ def test_runs_without_partial_scores_are_named(tiny_models, tmp_path, capsys, ca
     assert "--log_partial" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("bad", [["--alpha", "1"], ["--alpha", "x"], ["--schedule", "hourly"]])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        ["--alpha", "1"],
+        ["--alpha", "x"],
+        ["--schedule", "hourly"],
+        ["--min_tokens", "-1"],
+        ["--value_head", "nowhere"],
+    ],
+)
 def test_bad_rules(archive, bad, capsys):
-    assert replay.main([str(archive), *bad]) == 1
+    assert replay.main([str(archive), *bad]) == 2
     assert "error:" in capsys.readouterr().err
+
+
+def test_too_little_memory_for_a_row(archive, capsys):
+    assert replay.main([str(archive), "--kv_tokens", "40"]) == 2
+    assert "--kv_tokens 40" in capsys.readouterr().err
 
 
 # ---- the log -----------------------------------------------------------------------------------
