@@ -155,6 +155,22 @@ def test_scores_are_those_of_the_whole_text_read_from_its_start(search, refilled
     assert without["tokens_scored"] > refilled["tokens_scored"]
 
 
+def test_self_reward_forks_its_sums(search):
+    """A fork's perplexity goes on from its parent's; read from the start it is the same."""
+    kept = search(alpha=0.5, reward="tiny-llama", reward_cache="on", **REFILL)
+    again = search(alpha=0.5, reward="tiny-llama", reward_cache="off", **REFILL)
+    assert any("parent" in t for t in kept["trajectories"])
+    scores = {t["candidate"]: t["score"] for t in again["trajectories"]}
+    assert scores == pytest.approx({t["candidate"]: t["score"] for t in kept["trajectories"]},
+                                   rel=1e-4)  # fmt: skip
+
+
+def test_a_function_scores_forks_too(search):
+    made = search(alpha=0.5, reward="tests.search:short_is_best", **REFILL)
+    assert owners(made) == Counter(range(24 + sum(r.get("forks", 0) for r in made["rounds"])))
+    assert made["tokens_scored"] == 0
+
+
 def test_memory_bounds_the_forks(search):
     """50 pages of 32 tokens: enough for 24 rows of 64 tokens, not of 96."""
     made = search(alpha=0.5, **REFILL, kv_pages=50, ignore_stop=True)
