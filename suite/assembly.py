@@ -165,8 +165,11 @@ def _load_judge(
 
 def _shares_ids(chat: Chat, model: Transformer, judge: RewardModel) -> bool:
     """Whether the reward model can read the generator's ids as they are, each one of them."""
-    fits = model.config.vocab_size <= judge.backbone.config.vocab_size
-    return fits and same_vocabulary(chat.tokenizer, judge.chat.tokenizer)
+    if model.config.vocab_size > judge.backbone.config.vocab_size:
+        return False
+    if judge.chat.form.between.endswith(" "):
+        return False  # in text, this space and the answer's first word are one token
+    return same_vocabulary(chat.tokenizer, judge.chat.tokenizer)
 
 
 def _reward_side(

@@ -66,6 +66,7 @@ class Chat:
         self.stop_ids = sorted(set(stop_ids))
         self._control = [token for token in tokenizer.all_special_tokens if token]
         self._control += [t for t in tokenizer.get_added_vocab() if t not in self._control]
+        self._control_starts = {token[0] for token in self._control}
         self._after_ids = self._encode(form.after, split=False) if form.after else []
 
     def prompt_ids(self, prompt: str) -> list[int]:
@@ -108,6 +109,8 @@ class Chat:
         )
 
     def _is_safe(self, text: str) -> bool:
+        if not any(start in text for start in self._control_starts):
+            return True  # most texts, and there can be hundreds of control tokens
         return not any(token in text for token in self._control)
 
     def _bos(self) -> list[int]:

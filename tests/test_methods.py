@@ -510,3 +510,28 @@ def test_a_reward_with_another_tokenizer_runs_both_methods(tiny_models, tmp_path
     check_conservation(cut, 32)
     assert cut["rejected"] and texts(cut).items() <= texts(best).items()
     assert scores(cut) == pytest.approx({i: scores(best)[i] for i in scores(cut)}, abs=1e-4)
+
+
+def test_a_template_with_a_space_before_the_answer_reads_text(tiny_models, tmp_path: Path) -> None:
+    """Mistral's and Eurus's: in text, the space and the first word are one token."""
+    from suite.chat import load_tokenizer
+    from tests.reward_models import classifier_scores, merge_tokens
+    from tests.tiny import make_tiny_llama, make_tiny_reward
+
+    for make, name in ((make_tiny_llama, "tiny-llama"), (make_tiny_reward, "tiny-reward")):
+        folder = make(tmp_path / name, vocab=500)
+        merge_tokens(folder, ["Ġ" + letter for letter in map(chr, range(33, 127))])
+    tokenizer = load_tokenizer(folder)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }} =>"
+        "{% else %}{{ ' ' + m.content }}<|im_end|>{% endif %}{% endfor %}"
+    )
+    tokenizer.save_pretrained(folder)
+    made = run_search(tmp_path, batch_size=16)
+    texts_ = [t["output"] for t in made["trajectories"]]
+    whole = [
+        tokenizer(f"{PROMPT} => {text}<|im_end|>", add_special_tokens=False)["input_ids"]
+        for text in texts_
+    ]
+    expected = classifier_scores(folder, whole, "right")
+    assert list(scores(made).values()) == pytest.approx(expected, abs=1e-4)
