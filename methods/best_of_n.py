@@ -7,7 +7,6 @@ postprocess/fit_value_head.py work from.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from engine.candidates import Candidate
@@ -45,9 +44,3 @@ def _score_growing(session: Session, wave: Sequence[Candidate]) -> None:
         session.partials.setdefault(str(length), []).extend(scored)
     session.score(wave)
     session.parts.reward.keep_only([])
-
-
-def initial_rows(wish: int | None, most: int | None, fit: int) -> int:
-    """Rows to start with: what was wished for or what fits, at most `most`."""
-    rows = wish or fit
-    return min(rows, fit, most or math.inf)

@@ -24,7 +24,7 @@ from engine.plan import first_stretch
 from engine.refill import STRETCH_TOKENS, parents_of_forks
 from engine.rejection import keep_best, ranked
 from engine.schedule import Schedule
-from methods.best_of_n import initial_rows, run_waves
+from methods.best_of_n import run_waves
 from methods.session import Session, finite
 
 log = logging.getLogger(__name__)
@@ -35,12 +35,12 @@ def speculative_rejection(session: Session) -> None:
     wish, most = settings.init_batch_size, settings.max_batch_size
     if settings.alpha == 0.0:  # never cuts: as many rows as fit at full length
         fit = plan.rows_for(session.max_length)
-        return run_waves(session, initial_rows(wish, most, plan.max_rows), fit)
+        return run_waves(session, min(wish or fit, most or wish or fit), fit)
     fit = plan.rows_for(first_stretch(plan.page_size, session.max_length))
-    rows = initial_rows(wish, most, fit)
-    if wish and rows < min(wish, most or wish):
-        log.warning("--init_batch_size %d: only %d rows fit in memory at the start", wish, rows)
-    _Run(session, rows).go()
+    wanted = min(wish or fit, most or wish or fit)
+    if wanted > fit:
+        log.warning("--init_batch_size %d: only %d rows fit in memory at the start", wanted, fit)
+    _Run(session, min(wanted, fit)).go()
 
 
 @dataclass(slots=True)

@@ -89,3 +89,33 @@ def test_below_the_floor_only_what_others_need_is_cut(search):
     # Three pages each from here: 16 of 24 rows can grow by 8 tokens, the best 16 of them.
     assert (floor["stop_length"], floor["kept"], floor["alpha"]) == (65, 16, 0.0)
     assert floor["cutoff"] == sorted(floor["scores"])[-16]
+
+
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [
+        ({}, 16),  # 48 pages of 32 tokens, three for each answer of 96
+        ({"init_batch_size": 40}, 40),  # in waves
+        ({"init_batch_size": 40, "max_batch_size": 40}, 40),
+        ({"max_batch_size": 10}, 10),
+    ],
+)
+def test_alpha_0_is_best_of_n_of_what_fits_at_full_length(search, options, rows):
+    made = search(alpha=0.0, kv_pages=48, ignore_stop=True, **options)
+    assert len(made["trajectories"]) == rows
+    assert not made["rejected"]
+
+
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [
+        ({}, 24),  # two pages for a first stretch of 65 tokens
+        ({"init_batch_size": 9}, 9),
+        ({"init_batch_size": 30}, 24),
+        ({"max_batch_size": 11}, 11),
+    ],
+)
+def test_rows_at_the_start(search, options, rows, caplog):
+    made = search(alpha=0.5, kv_pages=48, ignore_stop=True, schedule="fixed:10", **options)
+    assert made["rounds"][0]["rows"] == rows
+    assert ("only 24 rows fit" in caplog.text) == (options.get("init_batch_size") == 30)
