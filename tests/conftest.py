@@ -6,10 +6,13 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+settings.register_profile("suite", deadline=None)  # a busy machine is no fault of an example
+settings.load_profile("suite")
 
 
 @pytest.fixture(scope="session")
