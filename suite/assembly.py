@@ -205,6 +205,7 @@ def _plan(
     prompts = generator.prompt_bytes + (reward.prompt_bytes if reward else 0)
     rows = min(MAX_ROWS_AT_ONCE, padded(_max_rows(settings) or MAX_ROWS_AT_ONCE))
     space = _workspace(model, judge[0] if judge else None, ops, sampler, rows)
+    cache, why = _reward_cache(settings)
     plan = make_plan(
         _budget_bytes(settings, device, prompts, space),
         generator,
@@ -213,10 +214,11 @@ def _plan(
         max_answer_tokens=min(settings.max_gen_tokens, bound - 1),
         max_rows=_max_rows(settings),
         alpha=_planned_alpha(settings),
-        reward_cache=_reward_cache(settings),
+        reward_cache=cache,
     )
     return dataclasses.replace(
         plan,
+        why=why if why and plan.keep_reward_cache else plan.why,
         weight_bytes=weights,
         workspace_bytes=max(space.decode_bytes, space.read_bytes),
         predicted_peak_bytes=weights
@@ -244,11 +246,16 @@ def _planned_alpha(settings: Settings) -> float | None:
     return 0.5 if settings.alpha == "auto" else float(settings.alpha)
 
 
-def _reward_cache(settings: Settings) -> str:
-    """Best-of-N that logs partial scores keeps what it read, unless told otherwise."""
-    return (
-        "on" if settings.log_partial and settings.reward_cache == "auto" else settings.reward_cache
-    )
+def _reward_cache(settings: Settings) -> tuple[str, str | None]:
+    """--reward_cache for the plan, and why, where it is not the flag's or the plan's own doing.
+
+    The plan weighs the rounds that memory makes; scheduled rounds come more often, forks share what
+    was read, and partial scores read each answer many times.
+    """
+    often = settings.log_partial or settings.refill or settings.schedule != "memory"
+    if settings.reward_cache == "auto" and often and settings.alpha != 0.0:
+        return "on", "many rounds read the same texts"
+    return settings.reward_cache, None
 
 
 def _max_rows(settings: Settings) -> int | None:
