@@ -258,9 +258,8 @@ def test_a_nan_in_the_weights_is_a_score_that_is_no_number(tmp_path: Path, gener
     expected = clean.score(candidates(generator, ["fine", "bad", "fine too", ""]))
     assert math.isnan(got[1])
     assert [got[i] for i in (0, 2, 3)] == pytest.approx([expected[i] for i in (0, 2, 3)], abs=1e-4)
-    clean.head.weight[:] = 3e38
-    scores = clean.score(candidates(generator, ["fine", "other"]))
-    assert all(math.isnan(score) or abs(score) < math.inf for score in scores)
+    clean.head.weight[0, 0] = math.inf
+    assert all(map(math.isnan, clean.score(candidates(generator, ["fine", "other"]))))
 
 
 # ---- checkpoints that do not fit -------------------------------------------------------------
