@@ -138,3 +138,21 @@ def test_an_early_end_keeps_the_best_finished_and_cuts_the_rest(search):
         r["candidate"] for r in made["rejected"]
     }
     assert ended == set(range(32))
+
+
+def test_an_early_end_seldom_misses_a_better_answer():
+    """Simulated: values walk by equal steps a doubling; ended at 64, looked at again at 256."""
+    rng = np.random.default_rng(4)
+    ended = missed = 0
+    for _ in range(1500):
+        at_32 = rng.standard_normal(24)
+        at_64 = at_32 + 0.4 * rng.standard_normal(24)
+        best = at_64.max() + rng.uniform(0, 2.5)
+        rule = AutoAlpha()
+        rule.remember(dict(enumerate(at_32.tolist())), 32)
+        if rule.decide(dict(enumerate(at_64.tolist())), {99: best}, 64, 256).ends:
+            ended += 1
+            at_256 = at_64 + 0.4 * np.sqrt(2) * rng.standard_normal(24)
+            missed += int(at_256.max() > best)
+    assert ended > 200
+    assert missed / ended < 0.05
