@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from postprocess.reading import count_of, finite, shown
+
+LENGTH = re.compile(r"[0-9]{1,9}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ def partials_of(item: dict[str, Any]) -> dict[int, dict[int, float]]:
     ValueError names a fault; a score that is not finite is left out.
     """
     listed = item.get("partials") or {}
-    if not isinstance(listed, dict) or not all(k.isdigit() for k in listed):
+    if not isinstance(listed, dict) or not all(LENGTH.fullmatch(k) for k in listed):
         raise ValueError(
             f"partials: want lists of [candidate, score] by length, got {shown(listed)}"
         )

@@ -32,13 +32,12 @@ from postprocess import (
 from postprocess.command import Nothing, Refused
 from postprocess.plot_memory import teeth
 from postprocess.reading import BadFile, load_objects, read_prompt
-from postprocess.rounds import rounds_of
+from postprocess.rounds import partials_of, rounds_of
 from postprocess.runs import load_run
 from tests.postprocess_archive import PAIR, make_archive, make_object, write_run
 from tests.test_postprocess_pictures import spr_object
 from tests.test_postprocess_reading import paper_object
 
-NUM_FILES = 10_000
 NAME = f"{PAIR}_prompt_0001.json"
 JUNK: list[Any] = [
     *(None, True, False, 0, -1, 1, 2**31, 2**70, 10**400, 0.5, -0.0, 1e308, -1e308, 5e-324),
@@ -134,10 +133,11 @@ def mutated(value: Any, rng: random.Random) -> bytes:
 
 
 def sources() -> list[Any]:
-    spr = spr_object(1)
+    partials = {"8": [[0, 0.5], [1, 1.5], [2, None]], "16": [[0, 1.0], [1, 2.0]]}
     return [
         [make_object(1, [0, 1, 2], 10), make_object(1, [3, 1, 4], 12, rank=1)],
-        [spr],
+        [make_object(1, [0, 1, 2], 10, partials=partials)],
+        [spr_object(1)],
         [paper_object([1, 2, math.nan], 4), paper_object([2, 2], 5)],
     ]
 
@@ -158,12 +158,25 @@ def oracle(data: bytes) -> tuple[Any, ...]:
     return max(scores, default=None), min(scores, default=None), len(scores), seconds, len(objects)
 
 
-def test_ten_thousand_files(tmp_path: Path) -> None:
-    rng = random.Random(20240610)
-    path = tmp_path / NAME
+def read_details(item: dict[str, Any], number: int) -> None:
+    """Rounds and partial scores of an object that was read: named errors or sane numbers."""
+    try:
+        rounds, partials = rounds_of(item), partials_of(item)
+    except ValueError as error:
+        assert str(error).startswith(("rounds: ", "partials: ")), (number, error)
+        return
+    assert all(math.isfinite(s) for scores in partials.values() for s in scores.values())
+    rejections = [r for r in rounds if not r.final and r.rows]
+    if rejections:
+        assert all(rows >= 0 and used >= 0 for _, rows, used in teeth(item, rejections).corners)
+
+
+def fuzz_files(folder: Path, seed: int, num_files: int) -> None:
+    rng = random.Random(seed)
+    path = folder / NAME
     starts = sources()
     read = refused = 0
-    for number in range(NUM_FILES):
+    for number in range(num_files):
         data = mutated(rng.choice(starts), rng)
         path.write_bytes(data)
         try:
@@ -180,16 +193,20 @@ def test_ten_thousand_files(tmp_path: Path) -> None:
         assert found == oracle(data), (number, data)
         read += 1
         for item in load_objects(path):
-            try:
-                rounds = [r for r in rounds_of(item) if not r.final and r.rows]
-            except ValueError as error:
-                assert str(error).startswith("rounds: "), (number, error)
-                continue
-            if rounds:
-                assert all(rows >= 0 and used >= 0 for _, rows, used in teeth(item, rounds).corners)
+            read_details(item, number)
     # Both ends of the reader are exercised, not one of them alone.
-    assert read > NUM_FILES / 10
-    assert refused > NUM_FILES / 4
+    assert read > num_files / 10
+    assert refused > num_files / 4
+
+
+def test_ten_thousand_files(tmp_path: Path) -> None:
+    fuzz_files(tmp_path, seed=20240610, num_files=10_000)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(20))
+def test_two_hundred_thousand_files(tmp_path: Path, seed: int) -> None:
+    fuzz_files(tmp_path, seed=seed, num_files=10_000)
 
 
 def spoil(archive: Path, rng: random.Random) -> None:
