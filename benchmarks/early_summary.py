@@ -37,12 +37,17 @@ def summarise(lines: Sequence[Line], names: Sequence[str]) -> tuple[str, dict[st
         return "no prompt has the pool and every configuration", {"num_prompts": 0}
     sizes = sorted(set.intersection(*({int(n) for n in p[POOL]["best_of"]} for p in whole)))
     shown = [n for n in sizes if n in (16, 64, 256, 1024) or n == sizes[-1]]
-    best_of = [_best_of_row(whole, n) for n in shown]
+    best_of = _best_of_rows(whole, shown)
     searched = [_config_row(whole, name, sizes) for name in names if name != POOL]
     families = _families(searched, best_of[-1])
     rows = best_of + searched
-    numbers = {"num_prompts": len(whole), "rows": rows, "families": families}
+    curve = [{k: r[k] for k in ("n", "z", "n_eq", "tokens")} for r in _best_of_rows(whole, sizes)]
+    numbers = {"num_prompts": len(whole), "rows": rows, "families": families, "curve": curve}
     return _text(rows, families, len(whole)), numbers
+
+
+def _best_of_rows(prompts: Sequence[dict[str, Line]], sizes: Sequence[int]) -> list[dict[str, Any]]:
+    return [_best_of_row(prompts, n) for n in sizes]
 
 
 def _best_of_row(prompts: Sequence[dict[str, Line]], n: int) -> dict[str, Any]:

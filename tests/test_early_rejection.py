@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks import early_rejection
+from benchmarks import early_plot, early_rejection
 from benchmarks.early_summary import summarise
 from postprocess.pool import Pool
 from suite.settings import Settings
@@ -77,6 +77,18 @@ def check_lines(folder, lines):
             assert line["tokens_generated"] > 0 and line["best_perplexity"] > 1
         assert min(abs(values - mine[PLAIN]["best_score"])) < 1e-5
         assert mine[REFILL]["num_forks"] > 0 == mine[PLAIN]["num_forks"]
+
+
+def test_the_picture(tmp_path, capsys):
+    results = tmp_path / "results.jsonl"
+    lines = [line for idx in range(3) for line in made_up(idx, 1.0 + idx / 10, 8)]
+    results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert early_plot.main([str(results), "--out", str(tmp_path / "imgs")]) == 0
+    assert "rows=2 x" in capsys.readouterr().out
+    for kind in ("png", "pdf"):
+        assert (tmp_path / "imgs" / f"early_rejection.{kind}").stat().st_size > 5000
+    results.write_text("")
+    assert early_plot.main([str(results), "--out", str(tmp_path / "none")]) == 1
 
 
 def test_the_time_budget_ends_it(command, tmp_path, capsys):
