@@ -22,7 +22,7 @@ FOLDER = PROJECT / "archive" / "demo"
 # Eight full-length answers fit in this memory, or sixteen of 64 tokens: Speculative Rejection
 # starts with sixteen and drops the worse half when they fill it. The reward model keeps no cache,
 # so that all of the memory is the generator's in both runs.
-SHARED = ("--num_prompts", "6", "--max_gen_tokens", "100", "--kv_cache_gb", "0.0475", "--seed", "0")
+SHARED = ("--num_prompts", "5", "--max_gen_tokens", "100", "--kv_cache_gb", "0.0475", "--seed", "0")
 METHODS = {
     "Best-of-8": ("--batch_size", "8"),
     "Speculative Rejection": (
@@ -54,12 +54,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def launcher() -> list[str]:
-    """`accelerate launch` for one process on this machine, with all its cores."""
-    threads = os.environ.get("OMP_NUM_THREADS") or str(os.cpu_count() or 1)
+    """`accelerate launch` for one process on this machine, with the cores that are free."""
+    threads = os.environ.get("OMP_NUM_THREADS") or str(free_cores())
     launch = [sys.executable, "-m", "accelerate.commands.launch"]
     where = ["--num_processes", "1", "--num_machines", "1", "--machine_rank", "0"]
     plain = ["--mixed_precision", "no", "--dynamo_backend", "no"]
     return [*launch, *where, *plain, "--num_cpu_threads_per_process", threads]
+
+
+def free_cores() -> int:
+    """NOTE: threads that wait for one that has no core make a busy machine ten times slower."""
+    cores = os.cpu_count() or 1
+    return max(1, cores - round(os.getloadavg()[0]))
 
 
 def read_run(folder: Path) -> dict[int, list[dict[str, Any]]]:
