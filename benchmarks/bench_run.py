@@ -28,6 +28,7 @@ from generator import Generator
 from rewards.heads import LinearHead
 from rewards.loading import RewardModel
 from suite import arguments, assembly
+from suite.chat import Format
 from suite.progress import Progress
 from suite.prompts import Prompt
 
@@ -40,7 +41,8 @@ class IdChat:
         self.ids = torch.randint(0, vocab, (num_tokens,), generator=generator).tolist()
         self.stop_ids = [0]
         self.after_ids = [1]
-        self.tokenizer = self
+        self.form = Format("", "", "")
+        self.tokenizer = self  # the same object on both sides: ids need no text
 
     def prompt_ids(self, prompt: str) -> list[int]:
         return self.ids
