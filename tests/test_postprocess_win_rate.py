@@ -191,8 +191,12 @@ def test_length_controlled(tmp_path: Path, gamed: Path) -> None:
     assert 65 < float(row["length_controlled_winrate"]) < 99
     assert row["length_controlled_winrate"] != row["win_rate"]
     assert float(row["lc_standard_error"]) >= 0
-    site = Path(judging.__file__).parents[1]
-    assert not list(site.rglob("baseline_R.csv"))
+    write_pair(tmp_path, rows("A", [r["output"] for r in compare], 2.0), reference)
+    done = run_win_rate(folder, "--judge", "scores", "--df_gamed", str(gamed))
+    assert done.returncode == 0, done.stderr
+    row = leaderboard(folder / "X_by_scores-of" / "leaderboard.csv")["A"]
+    assert float(row["win_rate"]) == pytest.approx(100 / (1 + math.exp(-2)))
+    assert 65 < float(row["length_controlled_winrate"]) < 99
 
 
 def test_judge_that_drops_answers_fails(tmp_path: Path) -> None:
