@@ -1,0 +1,53 @@
+"""The benchmark commands run as documented, on a tiny model on the CPU; their last line is JSON."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import bench_decode, bench_rejection, bench_run, bench_score
+
+
+def last_json(capsys: pytest.CaptureFixture[str]) -> dict:
+    return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+
+
+def test_bench_decode_prints_time_and_shares(capsys):
+    assert bench_decode.main(["--shape", "tiny", "--cases", "16x8,40x24", "--new_tokens", "9"]) == 0
+    rows = last_json(capsys)["rows"]
+    assert [(row["prompt"], row["rows"]) for row in rows] == [(16, 8), (40, 24)]
+    for row in rows:
+        assert row["tokens_per_sec"] == pytest.approx(row["rows"] / row["ms_per_step"] * 1e3)
+        assert row["floor_ms"] > 0
+
+
+def test_bench_decode_measures_transformers_beside_ours(capsys):
+    argv = ["--shape", "tiny", "--cases", "16x4", "--new_tokens", "9", "--transformers", "16x4"]
+    assert bench_decode.main(argv) == 0
+    assert last_json(capsys)["rows"][0]["transformers_ms"] > 0
+
+
+def test_bench_score_counts_useful_work(capsys):
+    argv = ["--shape", "tiny", "--cases", "32x8x64", "--repeats", "1"]
+    assert bench_score.main([*argv, "--from_start", "32x8x64", "--transformers", "32x8x64"]) == 0
+    (row,) = last_json(capsys)["rows"]
+    flop = 2 * bench_score.SHAPES["tiny"].num_layer_params * (32 + 8 * 64)
+    assert row["useful_tflops"] == pytest.approx(flop / row["sec"] / 1e12)
+    assert min(row["round_sec"], row["from_start_sec"], row["transformers_sec"]) > 0
+
+
+def test_bench_run_counts_tokens_of_both_methods(capsys):
+    runs = ["--batch_size 12 --max_gen_tokens 40", "--speculative_rejection --kv_cache_gb 0.0008"]
+    argv = ["--shape", "tiny", "--reward_shape", "tiny", "--prompt", "20", "--repeats", "0"]
+    assert bench_run.main([*argv, "--runs", runs[0], f"{runs[1]} --max_gen_tokens 150"]) == 0
+    best_of_n, rejection = last_json(capsys)["rows"]
+    assert best_of_n["tokens_generated"] == 12 * 40
+    assert best_of_n["tokens_scored"] == 20 + 12 * 41  # the prompt once, a turn's end each
+    rows = [round_[0] for round_ in rejection["rounds"]]
+    assert len(rows) > 1 and rows == sorted(rows, reverse=True)
+
+
+def test_bench_rejection_times_drops_and_forks(capsys):
+    assert bench_rejection.main(["--shape", "tiny", "--rows", "40", "--tokens", "50"]) == 0
+    assert last_json(capsys)["fork_ms"] > 0
