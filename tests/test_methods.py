@@ -46,6 +46,11 @@ def best_of_64(tiny_models: Path) -> Made:
 
 
 @pytest.fixture(scope="module")
+def best_by_function(tiny_models: Path) -> Made:
+    return run_search(tiny_models, batch_size=64, reward=FUNCTION)
+
+
+@pytest.fixture(scope="module")
 def cut_from_64(tiny_models: Path) -> Made:
     """Speculative Rejection over the same 64 candidates, in the memory of a third of them."""
     return run_search(tiny_models, init_batch_size=64, kv_pages=PAGES, alpha=0.2)
@@ -95,23 +100,23 @@ def test_candidate_7_as_a_survivor(tiny_models, best_of_64) -> None:
 )
 def test_alpha_0_is_best_of_n(tiny_models, sampling) -> None:
     """CASES 11: the sampling flags mean the same in both methods."""
-    best = run_search(tiny_models, batch_size=12, **sampling)
-    for pages in (None, 35):
+    small = {"max_gen_tokens": 70, **sampling}
+    best = run_search(tiny_models, batch_size=9, **small)
+    for pages in (None, 12):  # at once, and in waves of four
         made = run_search(
             tiny_models,
             speculative_rejection=True,
             alpha=0.0,
-            init_batch_size=12,
+            init_batch_size=9,
             kv_pages=pages,
-            **sampling,
+            **small,
         )
         assert not made["rejected"]
         assert texts(made) == texts(best) and scores(made) == pytest.approx(scores(best), abs=1e-4)
     greedy = sampling.get("temperature") == 0 or sampling.get("top_k") == 1
     greedy |= sampling.get("top_p", 1) < 1e-6
-    assert len(set(map(tuple, texts(best).values()))) == (
-        1 if greedy else min(12, max(9, len(set(map(tuple, texts(best).values())))))
-    )
+    distinct = len(set(map(tuple, texts(best).values())))
+    assert distinct == 1 if greedy else distinct > 5
 
 
 def test_streams_of_seeds_prompts_and_ranks_are_disjoint() -> None:
@@ -203,9 +208,9 @@ def replayed(tiny_models: Path, best: Made, rows: int, pages: int, alpha: float)
     ("rows", "pages", "alpha"),
     [(64, 128, 0.5), (64, 150, 0.9), (40, 90, 0.1), (7, 14, 0.5), (10, 21, 0.05), (5, 10, 0.9)],
 )
-def test_a_run_is_the_design_replayed(tiny_models, rows: int, pages: int, alpha: float) -> None:
+def test_a_run_is_the_design_replayed(tiny_models, best_by_function, rows, pages, alpha) -> None:
     """CASES 17, 18: every stop, every cut, every survivor and its score."""
-    best = run_search(tiny_models, batch_size=64, reward=FUNCTION)
+    best = best_by_function
     made = run_search(
         tiny_models, init_batch_size=rows, kv_pages=pages, alpha=alpha, reward=FUNCTION
     )
@@ -246,13 +251,6 @@ def test_each_candidate_ends_once_and_rounds_go_on(cut_from_64) -> None:
         assert (trajectory["token_ids"][-1] == 2) == stopped
         assert stopped or trajectory["num_tokens"] == MAX_ANSWER
         assert trajectory["num_tokens"] == len(trajectory["token_ids"])
-
-
-def test_a_tie_at_the_top_goes_to_the_lower_index(tiny_models) -> None:
-    made = run_search(tiny_models, batch_size=40, reward=FUNCTION)
-    best = max(made["trajectories"], key=lambda t: (t["score"], -t["candidate"]))
-    first = next(t for t in made["trajectories"] if t["score"] == best["score"])
-    assert first is best
 
 
 @pytest.mark.parametrize("min_round_tokens", [1, 8, 40])
