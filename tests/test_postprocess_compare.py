@@ -111,6 +111,16 @@ def test_interval_by_hand(table: dict) -> None:
     assert (float(row["score_low"]), float(row["score_high"])) == (87.5, 87.5)
 
 
+def test_interval_is_of_95_percent() -> None:
+    """Two ones in ten: a resample has k ones, k ~ Bin(10, .2); P(k <= 4) = .967 and P(k <= 5) =
+    .994, so the 97.5 percentile is .5 (the 95th would be .4); P(0) = .107, so the low end is 0.
+    Mirrored for eight ones.
+    """
+    values = np.array([1.0] * 2 + [0.0] * 8)
+    assert bootstrap(values) == pytest.approx((0, 0.5))
+    assert bootstrap(1 - values) == pytest.approx((0.5, 1))
+
+
 def test_interval_covers_and_repeats() -> None:
     rng = np.random.default_rng(7)
     hits = 0
@@ -297,6 +307,16 @@ def test_seeds_of_a_method_are_averaged(tmp_path: Path) -> None:
     assert (row["seeds"], row["prompts"]) == ("3 4", "2")
     keys = ("score", "seconds", "relative_time", "score_low", "score_high")
     assert [float(row[k]) for k in keys] == pytest.approx([68.75, 8, 0.4, 62.5, 75])
+
+
+def test_base_stands_alone(tmp_path: Path) -> None:
+    """Another seed of the base's method does not move the base off (1, 100)."""
+    archive = make_archive(tmp_path / "a")
+    objects = [make_object(1, [9.0] * 4, 50, rank=r, seed=5) for r in range(2)]
+    write_run(archive, "other seed", {1: objects})
+    assert plot_compare.main([str(archive), "--out", str(tmp_path / "o")]) == 0
+    row = rows_of(tmp_path / "o")["Bo8"]
+    assert [row[k] for k in ("seeds", "score", "relative_gpu_compute")] == ["0", "100.0", "1.0"]
 
 
 def test_base_and_methods_flags(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -344,6 +344,16 @@ def test_merge_seeds_and_base(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert merge_json.main([str(results), "--out", str(out), "--base", "Bo9"]) == 1
 
 
+def test_reference_is_the_lowest_seed(tmp_path: Path) -> None:
+    for seed in (8, 0, 4):
+        write_run(tmp_path / "a", f"b{seed}", {1: [make_object(1, [1, 2, 3], 1, seed=seed)]})
+    write_run(tmp_path / "a", "s", {1: [make_object(1, [1.5], 1, **speculative(0.5))]})
+    gather_best_ans.main([str(tmp_path / "a"), "--out", str(tmp_path / "r")])
+    assert merge_json.main([str(tmp_path / "r"), "--out", str(tmp_path / "w")]) == 0
+    (row,) = json.loads((tmp_path / "w" / f"{PAIR}_ref.json").read_text())
+    assert (row["generator"], row["seed"]) == ("Bo3", 0)
+
+
 def test_bad_results_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "a.json").write_text("{")
     (tmp_path / "b.json").write_text('[{"instruction": 1}]')
