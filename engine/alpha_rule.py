@@ -3,9 +3,11 @@
 How much. Let rho be the rank correlation of the scores now with the final ones, and z* the height
 of the best of n rows (the 1 - 1/n quantile of a normal). If both scores are jointly normal, the row
 that will be best at the end stands, in today's scores, around rho z* with deviation
-sqrt(1 - rho^2). Dropping the fraction alpha loses it with probability LOSS where
+sqrt(1 - rho^2). Dropping the fraction alpha loses it with probability `loss` where
 
-    alpha = Phi(rho z* + sqrt(1 - rho^2) Phi^-1(LOSS)),  bounded to [0.1, 0.8].
+    alpha = Phi(rho z* + sqrt(1 - rho^2) Phi^-1(loss)),  at most 0.8.
+
+A doubling of the length may cost LOSS; a shorter step its share of that, in log-length.
 
 rho itself is not observed before the end. What is: r, the rank correlation (Spearman) of this
 round's scores with the last round's of the same rows. Scores gather evidence with length like a
@@ -29,8 +31,8 @@ from statistics import NormalDist
 
 import numpy as np
 
-LEAST, MOST = 0.1, 0.8
-LOSS = 0.1  # accepted chance that a round drops the row that would have been the best
+MOST = 0.8
+LOSS = 0.05  # accepted chance, a doubling, to drop the row that would have been the best
 CHANCE = 0.05  # of a change of the winner, below which a run ends
 DEFAULT_CORRELATION = 0.3  # measured for a small reward model at 32 tokens
 MIN_PAIRS = 8
@@ -54,6 +56,12 @@ class AutoAlpha:
     values: dict[int, float] = field(default_factory=dict)
     length: int = 0
 
+    def loss(self, length: int) -> float:
+        """The accepted chance of losing the coming best row in this round."""
+        if not 0 < self.length < length:
+            return LOSS
+        return LOSS * min(1.0, math.log2(length / self.length))
+
     def decide(
         self,
         unfinished: Mapping[int, float],
@@ -73,7 +81,8 @@ class AutoAlpha:
             changes = pairs[:, 1] - pairs[:, 0]
             best = max(finished.values())
             ends = chance_to_pass(best, unfinished, changes, stretches) < CHANCE
-        return Verdict(fraction_to_drop(rho, len(unfinished)), rho, ends)
+        alpha = fraction_to_drop(rho, len(unfinished), self.loss(length))
+        return Verdict(alpha, rho, ends)
 
     def remember(self, kept: Mapping[int, float], length: int) -> None:
         """These rows go on; forks are given with their parent's value."""
@@ -97,11 +106,11 @@ def expected_end(length: int, tokens_generated: int, num_ended: int, bound: int)
     return min(bound, length + tokens_generated / max(1, num_ended))
 
 
-def fraction_to_drop(rho: float, num_rows: int) -> float:
-    """The largest fraction that loses the coming best row with probability LOSS at most."""
+def fraction_to_drop(rho: float, num_rows: int, loss: float = LOSS) -> float:
+    """The largest fraction that loses the coming best row with this probability at most."""
     height = NORMAL.inv_cdf(1 - 1 / max(2, num_rows))
-    middle = rho * height + math.sqrt(1 - rho * rho) * NORMAL.inv_cdf(LOSS)
-    return min(max(NORMAL.cdf(middle), LEAST), MOST)
+    middle = rho * height + math.sqrt(1 - rho * rho) * NORMAL.inv_cdf(loss)
+    return min(NORMAL.cdf(middle), MOST)
 
 
 def chance_to_pass(

@@ -27,6 +27,7 @@ from engine.schedule import Schedule
 from methods.best_of_n import run_waves
 from methods.session import Session, finite
 
+USUAL_ALPHA = 0.5  # what the stops of halving follow with --alpha auto: they double
 log = logging.getLogger(__name__)
 
 
@@ -88,7 +89,8 @@ class _Run:
         session.complete(self.pool)
 
     def _next_stop(self) -> int | None:
-        return self.schedule.next_stop(self.session.parts.decoder.length, self.alpha)
+        alpha = USUAL_ALPHA if self.auto else self.alpha
+        return self.schedule.next_stop(self.session.parts.decoder.length, alpha)
 
     def _add_finished(self, finished: list[Candidate]) -> None:
         """Into the pool; where forks are about, an answer that was there before is not another."""

@@ -76,6 +76,12 @@ def test_a_run_stops_where_the_schedule_says(search):
 FULL_AT_65 = dict(kv_pages=48, init_batch_size=24, ignore_stop=True)
 
 
+def test_halving_doubles_where_alpha_follows_the_prompt(search):
+    made = search(schedule="halving", alpha="auto", min_tokens=8, init_batch_size=24)
+    lengths = [r["stop_length"] for r in made["rounds"] if r["cutoff"] is not None]
+    assert lengths[:3] == [8, 16, 32]
+
+
 def test_full_memory_forces_a_stop_between_scheduled_ones(search):
     made = search(schedule="fixed:80", alpha=0.5, **FULL_AT_65)
     cuts = [r for r in made["rounds"] if r["cutoff"] is not None]
