@@ -14,7 +14,10 @@ from engine.config import ModelConfig
 FIRST_STRETCH_TOKENS = 64  # answer tokens of the first round: fewer say little about an answer
 REWARD_PAGE_SIZE = 16  # small, since a turn's end spills into a page of its own
 REWARD_EXTRA_TOKENS = 16  # what a template adds behind an answer
-DECODE_SHARE, READ_SHARE = 0.35, 0.7  # of the matrix units' rate that decoding and reading reach
+# Relative costs, from benchmarks/LOG.md: a decoded token to a read one of the same model; and a
+# GPU's step of no rows, in rows: weights are read all the same, small models are bound by launches.
+DECODE_TO_READ = 1.2
+GPU_STEP_ROWS, GPU_LAUNCH_ROW_PARAMS = 90, 6e10
 
 
 class DoesNotFit(ValueError):
@@ -85,20 +88,26 @@ def make_plan(
     max_rows: int | None = None,
     alpha: float | None = None,
     reward_cache: str = "auto",
-    refill: bool = False,
+    step_rows: float = 0.0,
 ) -> Plan:
     """Cut `budget_bytes` of memory for answers' keys and values.
 
     `alpha` is None for Best-of-N, where each answer is read once and keeping what was read is of
-    no use. With `refill` the rows do not shrink, so every round would read all of them again.
-    Raises DoesNotFit where one row at full length does not fit.
+    no use. `step_rows` is what a decode step costs before its first row, in rows. Raises DoesNotFit where one row at full length does not fit.
     """
     share, keep, why = 1.0, False, "nothing to keep: each answer is read once"
     if reward is not None and alpha is not None:
         share = _generator_share(generator, reward, page_size)
-        keep, why = _choose(generator, reward, share, alpha, max_answer_tokens, reward_cache)
-        if refill and reward_cache == "auto":
-            keep, why = True, "refilled rows would be read from their start in every round"
+        keep, why = _choose(
+            budget_bytes,
+            generator,
+            reward,
+            share,
+            alpha,
+            max_answer_tokens,
+            reward_cache,
+            step_rows,
+        )
     page_bytes = page_size * generator.token_bytes
     own_bytes = int(budget_bytes * share) if keep else budget_bytes
     pages = max(0, own_bytes) // page_bytes
@@ -152,26 +161,40 @@ def _generator_share(generator: Side, reward: Side, page_size: int) -> float:
 
 
 def _choose(
-    generator: Side, reward: Side, share: float, alpha: float, max_answer: int, wish: str
+    budget_bytes: int,
+    generator: Side,
+    reward: Side,
+    share: float,
+    alpha: float,
+    max_answer: int,
+    wish: str,
+    step_rows: float,
 ) -> tuple[bool, str]:
-    """Keep what the reward model read, or read again? By predicted time a candidate."""
+    """Keep what the reward model read, or read again? By predicted time a candidate.
+
+    A round fills a share alpha of the memory anew; without its cache the reward model reads all of
+    it. Keeping starts fewer candidates in the same memory, who then share the cost of each step.
+    """
     if wish != "auto":
         return wish == "on", f"--reward_cache {wish}"
     if alpha == 0.0:
         return False, "nothing is cut, so each answer is read once"
-    decode = generator.config.num_layer_params / DECODE_SHARE
-    read = reward.config.num_layer_params / READ_SHARE
+    params, read = generator.config.num_layer_params, reward.config.num_layer_params
     rounds = _rounds(alpha, max_answer)
-    # In units of the memory's tokens: a round fills a share alpha of it anew; all of it is read.
-    grown = 1 + (rounds - 1) * alpha
-    kept = grown * (decode + read)
-    again = grown * decode + rounds * read
-    # Keeping costs rows: the same memory starts fewer candidates, so both are counted a candidate;
-    # starting fewer is a loss only as far as decoding few rows wastes the device, taken as a tenth.
-    kept *= 1 + 0.1 * (1 - share)
+    grown = FIRST_STRETCH_TOKENS * (1 + (rounds - 1) * alpha)  # tokens a candidate, all in all
+    rows = max(1.0, budget_bytes / (FIRST_STRETCH_TOKENS * generator.token_bytes))
+    steps = step_rows * max_answer / rows  # a candidate's part of what each step costs by itself
+    decode = DECODE_TO_READ * params
+    kept = decode * (grown + steps / share) + read * grown
+    again = decode * (grown + steps) + read * rounds * FIRST_STRETCH_TOKENS
     better = "keeping" if kept < again else "reading again"
     ratio = max(kept, again) / min(kept, again)
     return kept < again, f"{better} is predicted {ratio:.2f} times faster over {rounds} rounds"
+
+
+def gpu_step_rows(config: ModelConfig) -> float:
+    """What a decode step costs on a GPU before its first row, in rows."""
+    return GPU_STEP_ROWS + GPU_LAUNCH_ROW_PARAMS / config.num_layer_params
 
 
 def _rounds(alpha: float, max_answer: int) -> int:

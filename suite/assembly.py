@@ -20,7 +20,7 @@ from engine.decoder import Decoder
 from engine.kv_cache import PagedKV
 from engine.model import Transformer
 from engine.ops import Ops, TorchOps
-from engine.plan import REWARD_EXTRA_TOKENS, REWARD_PAGE_SIZE, Plan, Side, make_plan
+from engine.plan import REWARD_EXTRA_TOKENS, REWARD_PAGE_SIZE, Plan, Side, gpu_step_rows, make_plan
 from engine.reader import Reader
 from engine.sampler import SamplingParams
 from engine.stepper import EagerStepper, Sampler, Stepper, TorchSampler, padded
@@ -203,7 +203,7 @@ def _plan(
     if judge and judge[0] is not model:
         weights += judge[0].weight_bytes
     prompts = generator.prompt_bytes + (reward.prompt_bytes if reward else 0)
-    rows = min(MAX_ROWS_AT_ONCE, padded(_max_rows(settings) or MAX_ROWS_AT_ONCE))
+    rows = min(MAX_ROWS_AT_ONCE, _most_rows(settings, generator, PAGE_SIZE[device.type]))
     space = _workspace(model, judge[0] if judge else None, ops, sampler, rows)
     cache, why = _reward_cache(settings)
     plan = make_plan(
@@ -215,6 +215,7 @@ def _plan(
         max_rows=_max_rows(settings),
         alpha=_planned_alpha(settings),
         reward_cache=cache,
+        step_rows=gpu_step_rows(model.config) if device.type == "cuda" else 0.0,
     )
     return dataclasses.replace(
         plan,
@@ -256,6 +257,14 @@ def _reward_cache(settings: Settings) -> tuple[str, str | None]:
     if settings.reward_cache == "auto" and often and settings.alpha != 0.0:
         return "on", "many rounds read the same texts"
     return settings.reward_cache, None
+
+
+def _most_rows(settings: Settings, generator: Side, page_size: int) -> int:
+    """Rows that a step can have at the most, padding included: what the workspace is for."""
+    rows = _max_rows(settings) or MAX_ROWS_AT_ONCE
+    if settings.kv_cache_gb is not None:
+        rows = min(rows, int(settings.kv_cache_gb * 1e9 / (page_size * generator.token_bytes)))
+    return padded(max(1, rows))
 
 
 def _max_rows(settings: Settings) -> int | None:
