@@ -93,7 +93,8 @@ def make_plan(
     """Cut `budget_bytes` of memory for answers' keys and values.
 
     `alpha` is None for Best-of-N, where each answer is read once and keeping what was read is of
-    no use. `step_rows` is what a decode step costs before its first row, in rows. Raises DoesNotFit where one row at full length does not fit.
+    no use. `step_rows` is what a decode step costs before its first row, in rows.
+    Raises DoesNotFit where one row at full length does not fit.
     """
     share, keep, why = 1.0, False, "nothing to keep: each answer is read once"
     if reward is not None and alpha is not None:
