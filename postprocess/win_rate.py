@@ -106,9 +106,9 @@ def stored_scores(rows: Rows) -> dict[tuple[str, str], float]:
 def make_job(args: argparse.Namespace, compare: Rows, reference: Rows) -> dict[str, Any]:
     """What differs between the judges: name, cache, preferences."""
     if args.judge == "scores":
-        rewards = sorted({str(row.get("reward", "?")) for row in compare})
+        rewards = sorted({str(row["reward"]) for row in compare if row.get("reward")})
         made = preferences(compare, reference, stored_scores(compare + reference))
-        return {"annotator": f"scores-of-{'-'.join(rewards)}", "preferences": made}
+        return {"annotator": "-of-".join(["scores", *rewards[:1]]), "preferences": made}
     if args.judge == "reward":
         from postprocess.reward_judge import score_answers
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import importlib.util
 import io
 import json
 import logging
@@ -120,6 +121,17 @@ def judge_flags(judge: JudgeServer) -> list[str]:
     return ["--judge_url", judge.url, "--judge_model", "my-judge-instruct"]
 
 
+def installed() -> Path:
+    """The package's folder, found without importing it."""
+    spec = importlib.util.find_spec("alpaca_eval")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
+
+
+def files_in(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
+
+
 def everything_in(folder: Path) -> str:
     return "".join(path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file())
 
@@ -183,6 +195,7 @@ def test_length_controlled(tmp_path: Path, gamed: Path) -> None:
     reference = rows("R", ["bad " + "x" * rng.randrange(5, 60) for _ in range(60)])
     compare = rows("A", ["good " + "y" * rng.randrange(5, 60) for _ in range(60)])
     folder = write_pair(tmp_path, compare, reference)
+    before = files_in(installed())
     with JudgeServer(good_wins) as judge:
         done = run_win_rate(folder, *judge_flags(judge), "--df_gamed", str(gamed), "--metric", "lc")
     assert done.returncode == 0, done.stderr
@@ -194,7 +207,8 @@ def test_length_controlled(tmp_path: Path, gamed: Path) -> None:
     write_pair(tmp_path, rows("A", [r["output"] for r in compare], 2.0), reference)
     done = run_win_rate(folder, "--judge", "scores", "--df_gamed", str(gamed))
     assert done.returncode == 0, done.stderr
-    row = leaderboard(folder / "X_by_scores-of" / "leaderboard.csv")["A"]
+    assert files_in(installed()) == before  # no judgements and no weights in the package
+    row = leaderboard(folder / "X_by_scores" / "leaderboard.csv")["A"]
     assert float(row["win_rate"]) == pytest.approx(100 / (1 + math.exp(-2)))
     assert 65 < float(row["length_controlled_winrate"]) < 99
 
@@ -269,7 +283,7 @@ def test_scores_as_judge(tmp_path: Path) -> None:
     folder = write_pair(tmp_path, compare, rows("R", ["x", "y"], 0.0))
     done = run_win_rate(folder, "--judge", "scores")
     assert done.returncode == 0, done.stderr
-    board = leaderboard(folder / "X_by_scores-of" / "leaderboard.csv")
+    board = leaderboard(folder / "X_by_scores" / "leaderboard.csv")
     assert float(board["A"]["win_rate"]) == pytest.approx(100 / (1 + math.exp(-1)))
     assert float(board["B"]["win_rate"]) == pytest.approx(100 / (1 + math.exp(1)))
     assert "not a GPT-4 win rate" in done.stdout
@@ -477,12 +491,8 @@ def test_df_gamed_comes_from_the_hub_cache(tmp_path: Path, gamed: Path) -> None:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the installed package: the plain line caches judgements and weights inside it."""
-    import importlib.util
-
-    spec = importlib.util.find_spec("alpaca_eval")
-    assert spec is not None and spec.origin is not None
     target = tmp_path_factory.mktemp("site")
-    shutil.copytree(Path(spec.origin).parent, target / "alpaca_eval")
+    shutil.copytree(installed(), target / "alpaca_eval")
     return target
 
 
@@ -539,14 +549,14 @@ def test_the_users_own_line(tmp_path: Path, site: Path, gamed: Path) -> None:
     """
     merged_pair(tmp_path)
     hub = judging.hub_cache_of(gamed, tmp_path)
-    own = {path for path in site.rglob("*") if "__pycache__" not in path.parts}
+    own = files_in(site)
     readme = ["--is_return_instead_of_print", "--caching_path", "judgements.json"]
     readme += ["--metric_kwargs", "{'save_weights_dir': None}"]
     with JudgeServer(good_wins) as judge:
         done = alpaca_eval(tmp_path, site, judge, hub, *readme)
         assert done.returncode == 0, done.stderr[-2000:]
         assert len(judge.requests) == 120
-    assert {path for path in site.rglob("*") if "__pycache__" not in path.parts} == own
+    assert files_in(site) == own
     with (tmp_path / "leader_board.csv").open() as file:
         board = {row[""]: row for row in csv.DictReader(file)}
     assert float(board["SpR_alpha_0.5"]["win_rate"]) == pytest.approx(90)
@@ -560,7 +570,7 @@ def test_the_users_own_line(tmp_path: Path, site: Path, gamed: Path) -> None:
         assert len(judge.requests) == 120
     with (tmp_path / "leader_board.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 2
-    assert {path for path in site.rglob("*") if "__pycache__" not in path.parts} > own
+    assert files_in(site) > own
 
 
 def test_alpaca_eval_imports() -> None:
