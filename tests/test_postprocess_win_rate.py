@@ -231,7 +231,10 @@ def test_judge_that_drops_answers_fails(tmp_path: Path) -> None:
         judge.rule = good_wins
         assert run_win_rate(folder, *judge_flags(judge)).returncode == 0
         assert len(judge.requests) == 4
-    assert leaderboard(board)["A"]["n_total"] == "3.0"
+        assert leaderboard(board)["A"]["n_total"] == "3.0"
+        judge.rule = mute
+        assert run_win_rate(folder, *judge_flags(judge), "--fresh").returncode == 1
+    assert not board.exists()  # the earlier one must not pass for this
 
 
 def test_judge_out_of_order(tmp_path: Path) -> None:
