@@ -1,0 +1,205 @@
+"""The paper's experiment, whole, on one GPU: Best-of-N and Speculative Rejection, honestly counted.
+
+One process loads both models once and answers each prompt with a pool of Best-of-N candidates
+(every smaller N is taken from it), with Speculative Rejection at every alpha and seed, with timed
+waves of Best-of-N, and a few prompts with self-reward. Results are lines under OUT, one a prompt
+and configuration; the same command goes on where it was stopped, and --max_seconds ends it in good
+order. The whole objects of the first prompts lie in OUT/full, for postprocess/. At the end the
+report is written (benchmarks/experiment_report.py).
+
+Memory: Speculative Rejection has the bytes in which --fit_rows rows of --max_gen_tokens answer
+tokens just fit (computed from the config, printed, stored), and shares them with the reward
+model's cache (--reward_cache on); as a side question alpha 0.5 runs undivided, reading again in
+every round.
+
+Expected on an H200 with the default models (from benchmarks/LOG.md's 1.13, 2.3 and 13.7 ms a step
+at 120, 1,000 and 8,000 rows; not measured yet): 90 s of start and recorded graphs a call. A prompt:
+8 s of pool, 2 s a value of alpha and seed, so 26 s with one seed and 44 s with two. On each of ten
+prompts also: timing 13 s, self-reward 11 s, side questions 4 s. 25 prompts: 1,050 s with one seed,
+1,500 s with both; 100 prompts: 3,000 s and 4,800 s. With --block 120 each process of the paper's
+runs (seeds 0 to 31, 120 candidates) draws its own stream: about 40 s a pool instead of 8.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import logging
+import random
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from benchmarks import experiment_report
+from benchmarks.experiment_lines import Archive, failed_line, line_of
+from benchmarks.experiment_plan import Config, Size, groups, tasks
+from suite.settings import Settings
+
+log = logging.getLogger("experiment")
+ORDER_SEED = 0  # prompts are shuffled: those of a stopped run are a sample of all
+
+
+class Run:
+    """The tasks that are left, in order, until they or the time end."""
+
+    def __init__(self, args: argparse.Namespace, base: Settings, size: Size) -> None:
+        from suite.prompts import load_prompts
+
+        self.args, self.size = args, size
+        self.archive = Archive(args.out)
+        prompts = load_prompts(args.data_filename, None, args.local_files_only)
+        random.Random(ORDER_SEED).shuffle(prompts)
+        self.prompts = prompts[: args.num_prompts]
+        every = tasks(groups(size, base), len(self.prompts), size.chunk_prompts)
+        self.left = [
+            (position, config)
+            for position, config in every
+            if (self.prompts[position].json_idx, config.name) not in self.archive.done
+        ]
+        self.archive.claim(base, size)
+        self.base = base
+        self.start = time.perf_counter()
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+
+    @property
+    def spent(self) -> float:
+        return time.perf_counter() - self.start
+
+    def go(self) -> int:
+        """The number of tasks done."""
+        from benchmarks.experiment_engine import Engine
+
+        engine = Engine(self.base, self.size, [config for _, config in self.left])
+        for name, kind in engine.description()["memory"].items():
+            print(
+                f"memory {name}: {kind['kv_cache_gb']:.4f} GB = {kind['pages']} pages of "
+                f"{kind['page_size']} tokens, {kind['rows_at_full_length']} rows at full length",
+                flush=True,
+            )
+        if self.args.rehearse:
+            position, config = self.left[0]
+            engine.rehearse(config, self.prompts[position])
+        print(f"ready after {self.spent:.0f} s, {len(self.left)} tasks", flush=True)
+        number = 0
+        for position, config in self.left:
+            if self._time_is_over(config, number):
+                print(f"{number} of {len(self.left)} tasks in {self.spent:.0f} s; run again")
+                break
+            self._task(engine, position, config)
+            number += 1
+        self.archive.add_session(
+            {
+                "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                "command": " ".join(self.args.argv),
+                "seconds": round(self.spent, 1),
+                "tasks": number,
+                **engine.description(),
+            }
+        )
+        return number
+
+    def _time_is_over(self, config: Config, number: int) -> bool:
+        """Whether a task like this one would end too late; one is always done."""
+        if self.args.max_seconds is None or number == 0:
+            return False
+        before = self.seconds[config.name] or self.seconds[config.file] or [0.0]
+        return self.spent + max(before[-3:]) > self.args.max_seconds
+
+    def _task(self, engine: Any, position: int, config: Config) -> None:
+        from generator import PromptFailed
+
+        prompt, start = self.prompts[position], self.spent
+        try:
+            if prompt.skip is not None:
+                raise PromptFailed(prompt.skip)
+            items = engine.run(config, prompt)
+        except PromptFailed as error:
+            self.archive.add(config.file, failed_line(prompt.json_idx, config, str(error)))
+            print(f"prompt {prompt.json_idx}, {config.name}: left out, {error}", flush=True)
+            return
+        line = line_of(prompt.json_idx, config, items, engine.text_of)
+        in_full = config.memory == "shared" and config.settings.seed == self.size.seeds[0]
+        if in_full and position < self.args.full_prompts:
+            engine.store(self.args.out / "full", config, prompt, items[0])
+        self.archive.add(config.file, line)
+        for name in (config.name, config.file):
+            self.seconds[name].append(self.spent - start)
+        print(
+            f"prompt {prompt.json_idx}, {config.name}: best {line['best']['score']:.3f}, "
+            f"{line['elapsed_sec']:.2f} s (+ {line['capture_sec']:.1f} s of recording)",
+            flush=True,
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    args.argv = list(sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        size = Size(**{f.name: _tupled(getattr(args, f.name)) for f in fields(Size)})
+        run = Run(args, _base(args), size)
+        if run.left:
+            run.go()
+    except (ValueError, OSError) as error:
+        print(f"experiment.py: error: {error}", file=sys.stderr)
+        return 2
+    pictures = [] if args.pictures else ["--no_pictures"]
+    return experiment_report.main([str(args.out), *pictures])
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _base(args: argparse.Namespace) -> Settings:
+    return Settings(
+        llm_name=args.llm_name,
+        reward_model_name=args.reward_model_name,
+        model_dir=args.model_dir,
+        dtype=args.dtype,
+        max_tokens=args.max_tokens,
+        max_gen_tokens=args.max_gen_tokens,
+        data_filename=args.data_filename,
+        local_files_only=args.local_files_only,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    default, size = Settings(), Size()
+    made.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    made.add_argument("--data_filename", required=True, metavar="FILE", help="as of main.py")
+    made.add_argument("--num_prompts", type=int, metavar="N", help="of the shuffled file")
+    made.add_argument("--max_seconds", type=float, metavar="S", help="then stop, start included")
+    made.add_argument("--full_prompts", type=int, default=2, metavar="N", help="kept in OUT/full")
+    made.add_argument("--no_rehearsal", dest="rehearse", action="store_false")
+    made.add_argument("--no_pictures", dest="pictures", action="store_false")
+    for name, kind in (("pool", int), ("block", int), ("fit_rows", int), ("timed_prompts", int),
+                       ("side_prompts", int), ("self_pool", int),
+                       ("chunk_prompts", int)):  # fmt: skip
+        made.add_argument(f"--{name}", type=kind, default=getattr(size, name), metavar="N")
+    for name, kind in (("alphas", float), ("seeds", int), ("self_alphas", float),
+                       ("again_alphas", float)):  # fmt: skip
+        made.add_argument(
+            f"--{name}", type=kind, nargs="*", default=list(getattr(size, name)), metavar="X"
+        )
+    made.add_argument("--max_tokens", type=int, default=default.max_tokens)
+    made.add_argument("--max_gen_tokens", type=int, default=1024)
+    made.add_argument("--llm_name", default=default.llm_name)
+    made.add_argument("--reward_model_name", default=default.reward_model_name)
+    made.add_argument("--model_dir", default=None)
+    made.add_argument("--dtype", default=None)
+    made.add_argument("--local_files_only", action="store_true")
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main())

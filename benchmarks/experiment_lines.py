@@ -1,0 +1,174 @@
+"""The experiment's archive: one strict JSON line a prompt and configuration, compact.
+
+A line holds scores of all, the text of the winner alone, costs, and the rounds in numbers; the
+scores of a pool are stored exactly. A hundred prompts stay under 20 MB. Lines that a crash cut
+short are not read, so what they stood for is done again. The invariant: a folder holds one
+experiment; another's settings are refused by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.experiment_plan import FILES, PARTIAL, POOL, SELF_POOL, Config, Size
+from postprocess.stats import spearman
+from suite.files import dumps_strict, json_lines, write_whole
+from suite.settings import Settings, settings_for_sameness
+
+Line = dict[str, Any]
+ROUND_FIELDS = (
+    *("rows", "stop_length", "kept", "cutoff", "tokens_generated", "tokens_scored"),
+    *("kv_bytes", "reward_kv_bytes"),
+)
+
+
+class Archive:
+    """The folder with the lines; `done` is by (JSON_idx, configuration)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        lines = [line for name in FILES for line in json_lines(self.path(name))]
+        self.done: dict[tuple[int, str], Line] = {
+            (line["JSON_idx"], line["config"]): line for line in lines
+        }
+
+    def path(self, file: str) -> Path:
+        return self.folder / f"{file}.jsonl"
+
+    def claim(self, base: Settings, size: Size) -> None:
+        """Makes the folder this experiment's; ValueError where it is another's."""
+        mine = settings_for_sameness(dataclasses.asdict(base)) | {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in dataclasses.asdict(size).items()
+        }
+        path = self.folder / "settings.json"
+        if not path.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(mine, indent=1, allow_nan=False) + "\n")
+            return
+        theirs = json.loads(path.read_text(encoding="utf-8"))
+        differing = [f"{k} is {theirs.get(k)!r} there, {v!r} now" for k, v in mine.items()
+                     if theirs.get(k) != v]  # fmt: skip
+        if differing:
+            raise ValueError(
+                f"--out {self.folder} holds another experiment: {'; '.join(differing)}; give "
+                "another folder, or the same settings to go on"
+            )
+
+    def size(self) -> Size:
+        """The size that the folder was made with."""
+        stored = json.loads((self.folder / "settings.json").read_text(encoding="utf-8"))
+        names = [field.name for field in dataclasses.fields(Size)]
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
+        return Size(**{name: values[name] for name in names})
+
+    def add(self, file: str, line: Line) -> None:
+        self._append(file, line)
+        self.done[line["JSON_idx"], line["config"]] = line
+
+    def add_session(self, entry: dict[str, Any]) -> None:
+        """What the log needs of one call: date, device, versions, command, seconds."""
+        self._append("sessions", entry)
+
+    def sessions(self) -> list[dict[str, Any]]:
+        return json_lines(self.path("sessions"))
+
+    def _append(self, file: str, entry: dict[str, Any]) -> None:
+        text = dumps_strict([entry], None)[1:-1]
+        path = self.path(file)
+        torn = path.exists() and not path.read_bytes().endswith(b"\n")
+        with path.open("a", encoding="utf-8") as stream:
+            stream.write(("\n" if torn else "") + text + "\n")
+
+
+def failed_line(json_idx: int, config: Config, reason: str) -> Line:
+    return {"JSON_idx": json_idx, "config": config.name, "failed": reason}
+
+
+def line_of(json_idx: int, config: Config, items: Sequence[dict[str, Any]], text_of: Any) -> Line:
+    """One configuration's result; `items` are its blocks, by process seed."""
+    best, item = max(
+        ((_best(item), item) for item in items), key=lambda pair: pair[0]["score"]
+    )  # the first of equals: the lowest seed
+    capture = sum(item["capture_sec"] for item in items)
+    line = {
+        "JSON_idx": json_idx,
+        "config": config.name,
+        "num_prompt_tokens": items[0]["num_prompt_tokens"],
+        "elapsed_sec": sum(item["elapsed_sec"] for item in items) - capture,
+        "generation_sec": sum(_seconds(item, "generation") for item in items) - capture,
+        "reward_sec": sum(_seconds(item, "reward") for item in items),
+        "capture_sec": capture,
+        "tokens_generated": sum(item["tokens_generated"] for item in items),
+        "tokens_scored": sum(item["tokens_scored"] for item in items),
+        "peak_memory_bytes": items[-1]["peak_memory_bytes"],
+        "out_of_memory_splits": sum(item["out_of_memory_splits"] for item in items),
+        "num_completed": sum(len(item["trajectories"]) for item in items),
+        "num_failed_rows": sum(len(item["failed_rows"]) for item in items),
+        "best": {
+            "process_seed": item["process_seed"],
+            **{key: best[key] for key in ("candidate", "score", "num_tokens", "finish_reason")},
+            "output": text_of(best),
+        },
+    }
+    return line | _details(config, items)
+
+
+def _details(config: Config, items: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    if config.name in (POOL, SELF_POOL):
+        return {
+            "process_seeds": [item["process_seed"] for item in items],
+            "scores": [_exact(t["score"]) for item in items for t in item["trajectories"]],
+            "num_tokens": [t["num_tokens"] for item in items for t in item["trajectories"]],
+        }
+    (item,) = items
+    final = {t["candidate"]: t["score"] for t in item["trajectories"]}
+    if config.name == PARTIAL:
+        found = item.get("partials", {})
+        pairs = {length: dict(map(tuple, scores)) for length, scores in found.items()}
+        return {"partials": {n: correlation(scores, final) for n, scores in pairs.items()}}
+    if config.file == "timing":
+        return {}
+    ends = [t["score"] for t in item["trajectories"]]
+    return {
+        "start_rows": len(ends) + len(item["rejected"]) + len(item["failed_rows"]),
+        "scores": [round(score, 4) for score in ends],
+        "rounds": [_round(entry, final) for entry in item["rounds"]],
+    }
+
+
+def _round(entry: dict[str, Any], final: dict[int, float]) -> dict[str, Any]:
+    """A round's numbers, and how its scores rank those who were finished later."""
+    is_last = entry["cutoff"] is None
+    scores = dict(zip(entry["candidates"], entry["scores"], strict=True))
+    known = {} if is_last else {"partial": correlation(scores, final)}
+    return {key: entry[key] for key in ROUND_FIELDS} | known
+
+
+def correlation(
+    partial: dict[int, float | None], final: dict[int, float]
+) -> list[float | int | None]:
+    """[pairs, Spearman's rank correlation or None] over the candidates that have both."""
+    both = [c for c, score in partial.items() if score is not None and c in final]
+    early, late = (np.array([of[c] for c in both], dtype=float) for of in (partial, final))
+    return [len(both), spearman(early, late)]
+
+
+def _exact(score: float) -> float:
+    """Nine digits tell float32 values apart: scores are computed in float32 at the most."""
+    return float(f"{score:.9g}")
+
+
+def _best(item: dict[str, Any]) -> dict[str, Any]:
+    return max(item["trajectories"], key=lambda t: (t["score"], -t["candidate"]))
+
+
+def _seconds(item: dict[str, Any], prefix: str) -> float:
+    return math.fsum(sec for phase, sec in item["clock"] if phase.startswith(prefix))

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# The paper's experiment from nothing, on one GPU; run it again to go on where it stopped.
+#
+#     benchmarks/reproduce.sh PROMPTS.json OUT [flags of benchmarks/experiment.py]
+#
+# PART=experiment  real models: tables, pictures and the compact archive in OUT (flags say how much;
+#                  --max_seconds 560 ends a call in good order)
+# PART=shapes      Llama-3-8B generator and reward backbone (ArmoRM's) with random weights, one
+#                  prompt: seconds by phase, rows and lengths by round, predicted and measured peak
+# Without PART both. What OUT/full holds is packed into OUT/full.tar.gz. PYTHON names the interpreter.
+set -euo pipefail
+prompts=${1:?usage: reproduce.sh PROMPTS.json OUT [flags of experiment.py]}
+out=${2:?usage: reproduce.sh PROMPTS.json OUT [flags of experiment.py]}
+shift 2
+here=$(cd "$(dirname "$0")" && pwd)
+python=${PYTHON:-python}
+part=${PART:-all}
+mkdir -p "$out"
+
+if [ "$part" = experiment ] || [ "$part" = all ]; then
+    "$python" "$here/experiment.py" --out "$out" --data_filename "$prompts" "$@"
+    if [ -d "$out/full" ]; then
+        tar -czf "$out/full.tar.gz" -C "$out" --exclude ".*" full
+    fi
+fi
+
+if [ "$part" = shapes ] || [ "$part" = all ]; then
+    bound="--max_tokens 8000 --max_gen_tokens 8000"
+    "$python" "$here/bench_run.py" --shape llama-3-8b --prompt 128 --repeats 0 --runs \
+        "--speculative_rejection --alpha 0.5 $bound" "--batch_size 120 $bound" | tee "$out/shapes.log"
+fi

@@ -1,0 +1,283 @@
+"""The paper's experiment, small, through the same script: the pool is what separate runs would be,
+nothing is done twice, the tables hold every configuration and numbers worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+
+import numpy as np
+import pytest
+
+import main as suite_main
+from benchmarks import experiment, experiment_engine, experiment_report
+from benchmarks.experiment_accounts import BestOfN, gain, searched
+from benchmarks.experiment_lines import Archive
+from benchmarks.experiment_plan import FILES, Size, groups, kv_bytes, tasks
+from postprocess.stats import Bound
+from suite.settings import PROJECT, Settings
+
+TEXTS = ("Why?", "How so?", "When, and where?")
+ALPHAS = ("0.3", "0.5", "0.8")
+NAMES = [
+    "pool", *(f"alpha {a} seed {s}" for s in (0, 1) for a in ALPHAS),
+    "wave seed 0", "wave seed 1", "packed 16", "self pool", "self alpha 0.5", "partial",
+    "alpha 0.5 read again",
+]  # fmt: skip
+ON_TWO = NAMES[7:]  # configurations of the first two prompts alone
+
+
+@pytest.fixture(scope="module")
+def command(tiny_models, tmp_path_factory):
+    """Memory of 8 rows of 200 tokens, 56 pages; 24 of them the generator's, for 12 rows."""
+    path = tmp_path_factory.mktemp("prompts") / "three.json"
+    path.write_text(json.dumps([{"JSON_idx": i, "prompt": t} for i, t in enumerate(TEXTS)]))
+    return [
+        "--data_filename", str(path), "--model_dir", str(tiny_models),
+        "--llm_name", "tiny-llama", "--reward_model_name", "tiny-reward",
+        "--max_tokens", "300", "--max_gen_tokens", "200",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def small(command):
+    return [
+        *command, "--pool", "16", "--block", "8", "--fit_rows", "8", "--self_pool", "8",
+        "--alphas", *ALPHAS, "--self_alphas", "0.5", "--timed_prompts", "2",
+        "--side_prompts", "2", "--full_prompts", "3", "--chunk_prompts", "2",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(small, tmp_path_factory):
+    """The whole experiment by its shell script, and what it printed."""
+    out = tmp_path_factory.mktemp("experiment") / "out"
+    script = PROJECT / "benchmarks" / "reproduce.sh"
+    env = {**os.environ, "PYTHON": suite_python(), "PART": "experiment"}
+    data, *flags = small[1:]
+    done = subprocess.run(
+        ["bash", str(script), data, str(out), *flags], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return out, done.stdout
+
+
+def suite_python():
+    import sys
+
+    return sys.executable
+
+
+def lines_of(folder):
+    found = [
+        json.loads(line)
+        for name in FILES
+        for line in (folder / f"{name}.jsonl").read_text().splitlines()
+    ]
+    return {(line["JSON_idx"], line["config"]): line for line in found}
+
+
+def real_run(command, tmp_path, *flags):
+    """What main.py itself writes: the objects by JSON_idx."""
+    argv = [*command, "--output_folder", str(tmp_path / "run"), "--num_prompts", "2", *flags]
+    assert suite_main.main(argv) == 0
+    files = sorted((tmp_path / "run").glob("*_prompt_*.json"))
+    assert len(files) == 2
+    return {item["prompt"]["JSON_idx"]: item for (item,) in map(json.loads, map(read, files))}
+
+
+def read(path):
+    return path.read_text()
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_pool_is_what_best_of_n_runs_would_have_drawn(command, made, tmp_path, seed):
+    lines = lines_of(made[0])
+    runs = real_run(command, tmp_path, "--batch_size", "8", "--seed", str(seed))
+    for idx, item in runs.items():
+        pool = lines[idx, "pool"]
+        assert pool["process_seeds"] == [0, 1]
+        block = slice(8 * seed, 8 * seed + 8)
+        assert pool["scores"][block] == [float(f"{t['score']:.9g}") for t in item["trajectories"]]
+        assert pool["num_tokens"][block] == [t["num_tokens"] for t in item["trajectories"]]
+        if (idx, f"wave seed {seed}") in lines:
+            wave = lines[idx, f"wave seed {seed}"]
+            best = max(item["trajectories"], key=lambda t: t["score"])
+            assert wave["best"]["output"] == best["output"]
+            assert wave["tokens_scored"] == item["tokens_scored"]
+
+
+def test_speculative_rejection_is_what_main_runs(command, made, tmp_path):
+    lines = lines_of(made[0])
+    sessions = [json.loads(x) for x in (made[0] / "sessions.jsonl").read_text().splitlines()]
+    memory = sessions[0]["memory"]["shared"]
+    # 2 layers x 2 heads x 8 x (keys, values) x 4 bytes; 7 pages of 32 tokens for each of 8 rows.
+    assert sessions[0]["just_fit_bytes"] == 2 * 2 * 8 * 2 * 4 * 7 * 32 * 8
+    assert (memory["pages"], memory["keeps_reward_cache"]) == (24, True)
+    assert sessions[0]["memory"]["undivided"]["rows_at_full_length"] == 8
+    flags = ["--speculative_rejection", "--alpha", "0.5", "--seed", "1", "--reward_cache", "on"]
+    runs = real_run(command, tmp_path, *flags, "--kv_cache_gb", str(memory["kv_cache_gb"]))
+    for idx, item in runs.items():
+        line = lines[idx, "alpha 0.5 seed 1"]
+        best = max(item["trajectories"], key=lambda t: t["score"])
+        assert line["best"]["output"] == best["output"]
+        assert line["best"]["score"] == best["score"]
+        assert line["start_rows"] == 12
+        assert len(line["rounds"]) == len(item["rounds"]) > 1
+        assert line["tokens_generated"] == item["tokens_generated"]
+
+
+def test_survivors_are_members_of_the_pools_stream(made):
+    """Rows 0 to 7 of seed 0 are the pool's first block: a survivor of them has its score."""
+    lines = lines_of(made[0])
+    met = 0
+    for idx in range(3):
+        best = lines[idx, "alpha 0.3 seed 0"]["best"]
+        if best["candidate"] < 8:
+            met += 1
+            score = lines[idx, "pool"]["scores"][best["candidate"]]
+            assert best["score"] == pytest.approx(score, abs=1e-5)
+    assert met
+
+
+def test_every_configuration_is_there_once_and_in_the_tables(made):
+    out, printed = made
+    order = experiment_order()
+    wanted = {(idx, name) for idx in range(3) for name in NAMES if name not in ON_TWO}
+    wanted |= {(idx, name) for idx in order[:2] for name in ON_TWO}
+    assert set(lines_of(out)) == wanted
+    assert sum(len(read(out / f"{f}.jsonl").splitlines()) for f in FILES) == len(wanted)
+    for row in ("Best-of-8", "Best-of-16", *(f"alpha {a}, 2 seeds" for a in ALPHAS),
+                "alpha 0.5, read again", "alpha 0.5, cache shared"):  # fmt: skip
+        assert f"| {row} |" in printed
+    numbers = json.loads(printed.splitlines()[-1])
+    assert [row["n"] for row in numbers["best_of_n"]] == [8, 16]
+    assert [row["alpha"] for row in numbers["rejection"]] == [0.3, 0.5, 0.8]
+    assert numbers["self_reward_prompts"] == 2
+    assert numbers["num_prompts"] == 3
+    for row in numbers["best_of_n"]:
+        assert row["packed_seconds"] > 0 and row["paper_seconds"] > 0
+    report = read(out / "report.md")
+    assert "Rank correlation" in report and "| 64 |" in report
+    for name in ("accounts", "memory_SpR_alpha_0.5_tiny-llama_tiny-reward_0_prompt_0"):
+        assert (out / "imgs" / f"{name}.png").stat().st_size > 5000
+
+
+def experiment_order():
+    import random
+
+    order = list(range(3))
+    random.Random(experiment.ORDER_SEED).shuffle(order)
+    return order
+
+
+def test_a_finished_experiment_loads_no_model(small, made, monkeypatch, capsys):
+    before = {name: read(made[0] / f"{name}.jsonl") for name in FILES}
+    monkeypatch.setattr(experiment_engine, "Engine", None)
+    assert experiment.main([*small, "--out", str(made[0])]) == 0
+    assert {name: read(made[0] / f"{name}.jsonl") for name in FILES} == before
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["num_prompts"] == 3
+
+
+def test_it_goes_on_where_it_was_stopped(small, made, tmp_path, capsys):
+    """By the clock, and by a kill in the middle of a line; the end is the same."""
+    out = ["--out", str(tmp_path), "--no_pictures"]
+    assert experiment.main([*small, *out, "--max_seconds", "0.01"]) == 1
+    assert "run again" in capsys.readouterr().out
+    assert len(lines_of_those_there(tmp_path)) == 1
+    path = tmp_path / "pool.jsonl"
+    path.write_bytes(path.read_bytes()[:-40])
+    assert experiment.main([*small, *out]) == 0
+    mine, whole = lines_of_those_there(tmp_path), lines_of(made[0])
+    assert {k: v["best"] for k, v in mine.items()} == {k: v["best"] for k, v in whole.items()}
+    assert len(path.read_text().splitlines()) == 4, "three lines and what is left of the torn one"
+
+
+def lines_of_those_there(folder):
+    return Archive(folder).done
+
+
+def test_another_experiments_folder_is_refused(small, made, capsys):
+    assert experiment.main([*small, "--out", str(made[0]), "--pool", "24"]) == 2
+    assert "pool is 16 there, 24 now" in capsys.readouterr().err
+    assert experiment.main([*small, "--out", str(made[0] / "x"), "--pool", "12"]) == 2
+    assert "multiple of --block" in capsys.readouterr().err
+    assert experiment_report.main([str(made[0] / "imgs")]) == 2
+
+
+# ---- plan and accounts, by hand ------------------------------------------------------------------
+
+
+def test_memory_of_120_rows_of_the_default_model():
+    """SmolLM2: 30 layers x 3 heads x 64 x (keys, values) x 2 bytes = 23,040 bytes a token; 1,023
+    tokens have a place in the cache, 16 pages of 64."""
+    from types import SimpleNamespace
+
+    config = SimpleNamespace(kv_bytes_per_token=lambda value_bytes: 30 * 3 * 64 * 2 * value_bytes)
+    assert kv_bytes(config, 2, 64, 120, 1024) == 120 * 16 * 64 * 23_040 == 2_831_155_200
+
+
+def test_order_of_the_full_size():
+    """Chunks of 25: the pools and the first seed come before anything else, timing second."""
+    size = Size()
+    assert size.shown_sizes == [120, 240, 480, 960, 1920, 3840]
+    order = list(tasks(groups(size, Settings(max_gen_tokens=1024)), 100, size.chunk_prompts))
+    assert len(order) == len({(place, config.name) for place, config in order})
+    assert len(order) == 100 * (1 + 18) + 10 * (2 + 4) + 10 * 5 + 10 * 2
+    assert {config.name for _, config in order[:250]} == {
+        "pool", *(f"alpha {a / 10:g} seed 0" for a in range(1, 10))
+    }  # fmt: skip
+    assert max(place for place, _ in order[:250]) == 24
+    assert order[250][1].name == "wave seed 0"
+    assert max(place for place, _ in order[: 250 + 60 + 50 + 20 + 225]) == 24
+
+
+def made_up(idx, best, cost):
+    """Pool 0, 1, 2, 3 with 10 + 10 tokens each and 8 s; a wave of 2 takes 3 s; a run at `best`."""
+
+    def line(config, generated, sec, **more):
+        return {"JSON_idx": idx, "config": config, "tokens_generated": generated,
+                "tokens_scored": generated, "generation_sec": sec / 2, "reward_sec": sec / 2,
+                "num_completed": 2, **more}  # fmt: skip
+
+    return {
+        "pool": line("pool", 40, 8.0, scores=[2.0, 0.0, 3.0, 1.0]),
+        "wave seed 0": line("wave seed 0", 20, 2.0),
+        "wave seed 1": line("wave seed 1", 20, 4.0),
+        "run": line("run", cost, 1.5, best={"score": best}, start_rows=4),
+    }
+
+
+def test_two_accounts_by_hand():
+    """Best-of-2 of 0, 1, 2, 3 is 7/3 on average, so 100 (1 - (2/3) / 3) = 77.8. A run that scores
+    7/3 for 16 tokens, of 40 that Best-of-2 costs, is 2.5 times cheaper; in seconds 3 to 1.5."""
+    prompts = [made_up(idx, 7 / 3, 8) for idx in range(2)]
+    size = Size(pool=4, block=4, fit_rows=2)
+    base = BestOfN(prompts, size, prompts[:1])
+    assert base.sizes == [1, 2, 3, 4]
+    assert base.column(2) == pytest.approx([100 * (1 - (2 / 3) / 3)] * 2)
+    assert base.column(4) == pytest.approx([100, 100])
+    assert base.paper_seconds(4) == pytest.approx(6.0)
+    assert base.packed_seconds(4) == pytest.approx(8.0)
+    method = searched(base, "0.5", ["run"])
+    assert np.all(method.tokens == 16)
+    assert gain(base, method, "tokens").bound.value == pytest.approx(2.5)
+    assert gain(base, method, "paper").bound.value == pytest.approx(2.0)
+    assert gain(base, method, "tokens").interval == pytest.approx((2.5, 2.5))
+
+
+def test_between_sizes_and_beyond_the_pool():
+    """Halfway in score between Best-of-2 and Best-of-4, cost is their geometric mean; above the
+    pool's best there is only a bound. Without timed waves there are no seconds to compare."""
+    size = Size(pool=4, block=4, fit_rows=2)
+    prompts = [made_up(idx, (7 / 3 + 3) / 2, 8) for idx in range(2)]
+    base = BestOfN(prompts, size, prompts)
+    found = gain(base, searched(base, "0.5", ["run"]), "paper")
+    assert found.bound.value == pytest.approx(math.sqrt(3.0 * 6.0) / 1.5)
+    prompts = [made_up(idx, 4.0, 8) for idx in range(2)]
+    base = BestOfN(prompts, size)
+    beyond = gain(base, searched(base, "0.5", ["run"]), "tokens")
+    assert beyond.bound == Bound(pytest.approx(80 / 16), ">=")
+    assert gain(base, searched(base, "0.5", ["run"]), "paper") is None
