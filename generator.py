@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from engine import memory
 from engine.candidates import Candidate
 from methods.best_of_n import best_of_n
 from methods.session import PromptFailed, Session
@@ -61,9 +62,9 @@ class Generator:
             prompt_ids = self.parts.chat.prompt_ids(prompt.prompt)
         except ValueError as error:
             raise PromptFailed(str(error)) from error
-        too_long = self._too_long(prompt_ids)
-        if too_long:
-            return {**self._head(prompt, start), "skipped": too_long}
+        unfit = self._unfit(prompt_ids)
+        if unfit:
+            return {**self._head(prompt, start), "skipped": unfit}
         session = Session(
             settings=self.settings,
             parts=self.parts,
@@ -74,7 +75,7 @@ class Generator:
             progress=progress,
             head=self.head,
         )
-        self.method(session)
+        self._find_answers(session)
         with session.phase("text: decode"):
             trajectories = self._trajectories(session)
         if self.settings.log_hidden:
@@ -93,12 +94,27 @@ class Generator:
             **self.parts.measured(),
         }
 
+    def _find_answers(self, session: Session) -> None:
+        """The method's work; memory that no smaller chunk can save fails this prompt alone."""
+        try:
+            self.method(session)
+        except (RuntimeError, MemoryError) as error:
+            if not memory.is_out_of_memory(error):
+                raise
+            raise PromptFailed(
+                f"out of memory: {memory.in_words(error)}; lower --kv_cache_gb, "
+                "--gpu_memory_utilization or --max_tokens"
+            ) from error
+
     @property
     def _bound(self) -> int:
         """Tokens of prompt and answer together."""
         return min(self.settings.max_tokens, self.parts.decoder.model.config.max_positions)
 
-    def _too_long(self, prompt_ids: Sequence[int]) -> str | None:
+    def _unfit(self, prompt_ids: Sequence[int]) -> str | None:
+        """Why a prompt of these tokens can't be run, if so."""
+        if not prompt_ids:
+            return "the prompt has no tokens: its tokenizer adds none, and there is nothing in it"
         if len(prompt_ids) < self._bound:
             return None
         return (

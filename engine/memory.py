@@ -34,7 +34,9 @@ class Chunk:
         while True:
             try:
                 return work()
-            except torch.OutOfMemoryError:
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
                 old = min(self.size, wanted or self.size)
                 if old <= self.smallest:
                     raise
@@ -43,6 +45,18 @@ class Chunk:
             logger.warning("out of memory: %s at once from %d to %d", self.what, old, self.size)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """A GPU's or Python's error, or the CPU allocator's, which is a plain RuntimeError."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def in_words(error: BaseException) -> str:
+    """The first line of an error, which for memory can be a page."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def free_bytes(device: torch.device) -> int:

@@ -81,6 +81,18 @@ class Assembly:
 
 def assemble(settings: Settings, processes: Processes) -> Assembly:
     """Load, plan and allocate. Raises ValueError with the reason and the remedy."""
+    try:
+        return _assemble(settings, processes)
+    except (RuntimeError, MemoryError) as error:
+        if not memory.is_out_of_memory(error):
+            raise
+        raise ValueError(
+            f"out of memory while loading: {memory.in_words(error)}; lower --kv_cache_gb or "
+            "--gpu_memory_utilization, or take smaller models"
+        ) from error
+
+
+def _assemble(settings: Settings, processes: Processes) -> Assembly:
     device = processes.device
     dtype = DTYPES[settings.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
     places = settings.model_dir, settings.local_files_only
