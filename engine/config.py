@@ -139,7 +139,7 @@ def read_config(folder: Path) -> dict:
         raise FileNotFoundError(f"{folder}: no config.json; a model folder needs one")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise UnsupportedModel(f"{path}: not valid JSON ({error}); download it again") from error
     if not isinstance(raw, dict):
         raise UnsupportedModel(f"{path}: expected a JSON object, got {type(raw).__name__}")

@@ -41,6 +41,7 @@ def load_model(
     Raises BadWeights.
     """
     config = config or ModelConfig.from_folder(folder)
+    _refuse_other_size(folder, config)
     model = Transformer(config, dtype, device)
     places = _places(model, prefix)
     head: dict[str, torch.Tensor] = {}
@@ -61,6 +62,17 @@ def load_model(
             f"{_listed('; missing: ', missing)}{_listed('; not used: ', unknown)}"
         )
     return model, head
+
+
+def _refuse_other_size(folder: Path, config: ModelConfig) -> None:
+    """A config can claim any size: one byte a parameter must be there before memory is taken."""
+    needed = config.num_layer_params + config.vocab_size * config.hidden_size
+    size = sum(path.stat().st_size for path in weight_files(folder))
+    if needed > size:
+        raise BadWeights(
+            f"{folder}: config.json describes {needed:,} parameters, the weight files have "
+            f"{size:,} bytes: download it again, or take the config that belongs to them"
+        )
 
 
 def iter_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import queue
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from suite.model_files import NotAModel, read_json
 
 ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes "
@@ -30,6 +34,8 @@ CHAT_MODELS = frozenset(
 )
 HOLE = "\u241e"  # stands for a text in a rendered template; a symbol that no template contains
 LEFT, RIGHT = "\n ", " \n"  # put around it to see what the template strips
+RENDER_SEC = 20.0  # milliseconds are usual; more is a template that does not end
+LARGEST_ID = 2**31
 Trim = tuple[str | None, str | None]  # characters to strip left and right; None: all white space
 KEEP: Trim = ("", "")
 
@@ -227,11 +233,11 @@ def stop_ids(folder: Path, tokenizer: Any, turn_end: int | None = None) -> list[
     path = next((file for file in files if file.is_file()), None)
     if path is not None:  # a model without a generation config has its eos ids in its config
         try:
-            listed = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
-            raise ValueError(f"{path}: not a JSON object ({error}); download it again") from error
+            listed = read_json(path).get("eos_token_id")
+        except NotAModel as error:
+            raise ValueError(str(error)) from error
         found += listed if isinstance(listed, list) else [listed]
-    return sorted({i for i in found if isinstance(i, int)})
+    return sorted({i for i in found if type(i) is int and 0 <= i < LARGEST_ID})
 
 
 def _kind(tokenizer: Any, name: str, template: str) -> str:
@@ -259,17 +265,38 @@ def _turn_end(tokenizer: Any) -> int | None:
 
 def _render(tokenizer: Any, prompt: str, answer: str | None = None) -> str:
     """The conversation as text; without an answer, up to where the model goes on."""
-    import jinja2
-
     turns = [{"role": "user", "content": prompt}]
     if answer is not None:
         turns.append({"role": "assistant", "content": answer})
     try:
-        return tokenizer.apply_chat_template(
-            turns, tokenize=False, add_generation_prompt=answer is None
+        return _within(
+            RENDER_SEC,
+            lambda: tokenizer.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=answer is None
+            ),
         )
-    except (jinja2.TemplateError, ValueError, TypeError) as error:
+    except Exception as error:  # a template is a program, and transformers' sandbox bounds no time
         raise ValueError(f"the chat template can't render a conversation ({error})") from error
+
+
+def _within(seconds: float, work: Callable[[], str]) -> str:
+    """NOTE: a thread that goes on can't be stopped; as a daemon it ends with the process."""
+    outcome: queue.Queue[tuple[str, Exception | None]] = queue.Queue(1)
+
+    def run() -> None:
+        try:
+            outcome.put((work(), None))
+        except Exception as error:  # handed over to the thread that waits
+            outcome.put(("", error))
+
+    threading.Thread(target=run, name="template", daemon=True).start()
+    try:
+        text, error = outcome.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"it does not end within {seconds:g} s") from None
+    if error is not None:
+        raise error
+    return text
 
 
 def same_vocabulary(generator: Any, reward: Any) -> bool:

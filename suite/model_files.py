@@ -41,6 +41,7 @@ def check_folder(folder: Path, role: str) -> str:
     config = read_json(folder / "config.json")
     architecture = _architecture(config, folder, role)
     _check_weights(folder)
+    _check_sizes(folder)
     if not any((folder / name).is_file() for name in TOKENIZERS):
         raise NotAModel(f"{folder} has no tokenizer ({', '.join(TOKENIZERS)}); copy it there too")
     return architecture
@@ -75,6 +76,15 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise NotAModel(f"{path} must hold a JSON object; download it again")
     return content
+
+
+def _check_sizes(folder: Path) -> None:
+    """Tokenizer files and templates are parsed whole by others: none may be absurdly large."""
+    for path in folder.iterdir():
+        if path.suffix in (".json", ".jinja") and path.stat().st_size > LARGEST_JSON_BYTES:
+            raise NotAModel(
+                f"{path} is larger than {LARGEST_JSON_BYTES:,} bytes; download it again"
+            )
 
 
 def _architecture(config: dict[str, Any], folder: Path, role: str) -> str:
