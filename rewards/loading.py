@@ -36,7 +36,7 @@ def load_reward_model(source: ModelSource, dtype: torch.dtype, device: torch.dev
     folder = source.ready()
     raw = read_config(folder)
     if raw.get("format") == ADAPTER_FORMAT:
-        return _load_adapter(folder, raw, dtype, device)
+        return _load_adapter(folder, raw, dtype, device, source.local_files_only)
     architecture = source.architecture
     if architecture in GENERATORS:
         raise ValueError(
@@ -89,7 +89,9 @@ def backbone_config(folder: Path, raw: dict, architecture: str) -> ModelConfig:
     return ModelConfig.from_dict({**read_config(beside), "tie_word_embeddings": True})
 
 
-def _load_adapter(folder: Path, raw: dict, dtype: torch.dtype, device: torch.device) -> RewardModel:
+def _load_adapter(
+    folder: Path, raw: dict, dtype: torch.dtype, device: torch.device, local_files_only: bool
+) -> RewardModel:
     """A LoRA adapter and head on a base model that is found by name; merged into the weights."""
     try:
         named, architecture = raw["base_model"], raw["architectures"][0]
@@ -99,7 +101,7 @@ def _load_adapter(folder: Path, raw: dict, dtype: torch.dtype, device: torch.dev
         raise BadWeights(
             f"{folder}: not a whole reward adapter ({type(error).__name__}: {error})"
         ) from error
-    base = resolve(named, role="generator")
+    base = resolve(named, local_files_only=local_files_only, role="generator")
     base_folder = base.ready()
     backbone, _ = load_model(base_folder, dtype, device)
     names = head_names(architecture, raw)

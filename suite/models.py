@@ -9,15 +9,20 @@ Nothing here runs code from a model: pickled weights are refused, remote code is
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import importlib.util
+import logging
 import os
 import re
+import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from suite.model_files import NotAModel, check_adapter, check_folder, is_adapter
 from suite.settings import PROJECT
 
+log = logging.getLogger(__name__)
 Role = Literal["generator", "reward"]
 
 # The paper's names and their like -> hub ids. Keyed exactly: behaviour never follows a substring.
@@ -70,16 +75,45 @@ class ModelSource:
     architecture: str
     folder: Path | None = None
     gguf: Path | None = None
+    local_files_only: bool = False  # holds for the base model of an adapter too
 
     def ready(self) -> Path:
         """The model's folder; the embedded model's GGUF file is converted into it first."""
         if self.folder is None:
             raise ValueError(f"{self.name} is a Python function, not a folder")
         if self.gguf is not None:
-            from engine.gguf import convert_gguf
-
-            convert_gguf(self.gguf, self.folder)
+            _convert(self.gguf, self.folder)
         return self.folder
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """The GGUF file as a whole folder; what a power cut or a full disk left of one is replaced."""
+    from engine.gguf import convert_gguf
+
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with (folder.parent / f".{folder.name}.lock").open("w") as lock:
+            with suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if folder.exists() and not _is_whole(folder):
+                log.warning("%s is damaged; it is converted again", folder)
+                shutil.rmtree(folder)
+            convert_gguf(gguf, folder)
+    except OSError as e:
+        if _is_whole(folder):
+            return  # a cache that others made and that can only be read
+        raise ValueError(
+            f"the embedded model could not be stored in {folder.parent} ({e.strerror or e}); make "
+            "room there, or name another folder in the environment: SPECREJ_CACHE=folder"
+        ) from e
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        check_folder(folder, "generator")
+    except (NotAModel, OSError):
+        return False
+    return True
 
 
 def resolve(
@@ -90,6 +124,11 @@ def resolve(
 ) -> ModelSource:
     """The source of a model, checked; raises ValueError with the value, the rule and the remedy."""
     _refuse_odd(name, role)
+    source = _resolve(name, model_dir, local_files_only, role)
+    return dataclasses.replace(source, local_files_only=local_files_only)
+
+
+def _resolve(name: str, model_dir: str | None, local_files_only: bool, role: Role) -> ModelSource:
     if role == "reward" and re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", name):
         return _function(name)
     if model_dir is not None:
