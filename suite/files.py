@@ -37,7 +37,7 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         path = folder / ".lock"
-        self._handle: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._handle: int | None = open_here(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
@@ -58,11 +58,17 @@ class FolderLock:
             self._handle = None
 
 
+def open_here(path: Path, flags: int) -> int:
+    """A handle of this very file: a link that lies there could lead out of the folder."""
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+
+
 def write_whole(path: Path, content: str | bytes) -> os.stat_result:
     """Writes beside, flushes to the disk, renames, and flushes the folder."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with beside.open("wb") as file:
+        beside.unlink(missing_ok=True)
+        with os.fdopen(open_here(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
             file.write(content if isinstance(content, bytes) else content.encode("utf-8"))
             file.flush()
             os.fsync(file.fileno())
@@ -119,7 +125,7 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
         return []
     entries = []
     for line in lines:
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             entry = json.loads(line)
             if isinstance(entry, dict):
                 entries.append(entry)

@@ -16,7 +16,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,6 +28,7 @@ from suite.files import (
     NotWritten,
     dumps_strict,
     json_lines,
+    open_here,
     write_whole,
 )
 from suite.prompts import Prompt
@@ -41,7 +42,8 @@ LARGEST_RECORD_BYTES = 4 * 2**30
 OURS = re.compile(r"(?P<models>.+)_prompt_(?P<index>[0-9]{4,13})\.json")
 FAILURES = "failures.jsonl"
 LEFT_OVER = re.compile(
-    r"\.(probe|failures\.jsonl|\.finished\.0\.jsonl|.+_prompt_[0-9]{4,13}\.json)\.[0-9]+\.tmp"
+    r"\.(probe|failures\.jsonl|\.finished\.0\.jsonl|.+_prompt_[0-9]{4,13}"
+    r"(\.json|\.hidden\.[0-9]+\.safetensors))\.[0-9]+\.tmp"
 )
 
 
@@ -245,9 +247,14 @@ class RunFolder:
     @contextmanager
     def _failures_locked(self) -> Iterator[None]:
         """Several processes write failures when each takes its own prompts."""
-        with (self.folder / ".failures.lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+        try:
+            handle = open_here(self.folder / ".failures.lock", os.O_WRONLY | os.O_CREAT)
+            with os.fdopen(handle, "w") as file:
+                with suppress(OSError):  # the folder's own lock has said so already
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                yield
+        except OSError as e:
+            raise NotWritten(f"{self.folder / FAILURES} could not be written: {e}") from e
 
     # ---- the list of finished files ----------------------------------------------------------
 
@@ -258,7 +265,7 @@ class RunFolder:
             for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
                 try:
                     notes.append(Note(**json.loads(line)))
-                except (ValueError, TypeError):
+                except (ValueError, TypeError, RecursionError):
                     notes.append(None)
         return notes
 
@@ -266,7 +273,8 @@ class RunFolder:
         """NOTE: a note that a crash cut short is not read, and its file is then parsed instead."""
         path = self.folder / f".finished.{self._rank}.jsonl"
         try:
-            with path.open("a", encoding="utf-8") as file:
+            handle = open_here(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            with os.fdopen(handle, "a", encoding="utf-8") as file:
                 file.write(json.dumps(dataclasses.asdict(note)) + "\n")
         except OSError as e:
             log.warning("%s could not be written (%s); the next resume is slower", path.name, e)
