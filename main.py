@@ -245,7 +245,8 @@ def _speaks_for_machine() -> bool:
 
 
 def _say(text: str) -> None:
-    print(f"main.py: {text}", file=sys.stderr, flush=True)
+    with suppress(OSError, ValueError):  # a log that is gone ends no run
+        print(f"main.py: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ class FunctionReward:
             return self._checked(self._call(answers), len(candidates))
         except RewardFailed:
             raise
-        except Exception as error:  # whatever a user's function raises is the prompt's failure
+        except (Exception, SystemExit) as error:  # what a user's function raises fails the prompt
             raise RewardFailed(f"{self.name} raised {type(error).__name__}: {error}") from error
 
     def _call(self, answers: list[str]) -> list[Any]:
@@ -58,7 +58,7 @@ class FunctionReward:
             return _listed(self.function(self._prompt, answers))
         # NOTE: a thread that hangs can't be stopped; it is left behind, and as a daemon it does not
         # keep the process from ending.
-        outcome: queue.Queue[tuple[Any, Exception | None]] = queue.Queue(1)
+        outcome: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(1)
         work = (self.function, self._prompt, answers, outcome)
         threading.Thread(target=_run, args=work, name="reward", daemon=True).start()
         try:
@@ -101,7 +101,7 @@ def _run(function: Callable, prompt: str, answers: list[str], outcome: queue.Que
     """The body of the thread: the function's scores, or what it raised."""
     try:
         outcome.put((_listed(function(prompt, answers)), None))
-    except Exception as error:  # handed over to the thread that waits
+    except (Exception, SystemExit) as error:  # handed over to the thread that waits
         outcome.put(([], error))
 
 
@@ -110,7 +110,7 @@ def load_function(name: str) -> Callable:
     module, _, attribute = name.partition(":")
     try:
         function = operator.attrgetter(attribute)(importlib.import_module(module))
-    except Exception as error:  # importing runs the user's code, which may raise anything
+    except (Exception, SystemExit) as error:  # importing runs the user's code
         raise ValueError(
             f"reward {name!r}: {type(error).__name__}: {error}; it must be importable from here"
         ) from error

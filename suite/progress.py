@@ -1,7 +1,8 @@
 """What a person sees during a run: a bar over prompts, the state within a prompt, each best answer.
 
 Speaks on the first process only. The bar is drawn on a terminal only; the one line at the end of
-each prompt is printed always, so that a log file has it too. Never raises for want of a field.
+each prompt is printed always, so that a log file has it too. Never raises for want of a field,
+or of somebody who listens.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Progress:
     def say(self, text: str) -> None:
         if self._speaks:
             self._clear()
-            print(text, file=self._stream, flush=True)
+            self._write(text + "\n")
 
     def _advance(self, line: str) -> None:
         self._done += 1
@@ -82,8 +83,7 @@ class Progress:
         bar = "#" * filled + "-" * (BAR_WIDTH - filled)
         line = f"[{bar}] {self._done}/{self._total} prompts{self._time_left(now)}  {self._state}"
         width = shutil.get_terminal_size().columns - 1
-        self._stream.write("\r\x1b[K" + line[:width])
-        self._stream.flush()
+        self._write("\r\x1b[K" + line[:width])
 
     def _time_left(self, now: float) -> str:
         if self._num_here == 0 or self._done >= self._total:
@@ -94,8 +94,15 @@ class Progress:
 
     def _clear(self) -> None:
         if self._draws:
-            self._stream.write("\r\x1b[K")
+            self._write("\r\x1b[K")
+
+    def _write(self, text: str) -> None:
+        """A log whose disk is full or whose reader has gone ends no run: it falls silent."""
+        try:
+            self._stream.write(text)
             self._stream.flush()
+        except (OSError, ValueError):
+            self._speaks = self._draws = False
 
 
 def best_trajectory(objects: list[dict[str, Any]]) -> dict[str, Any] | None:
