@@ -83,7 +83,8 @@ class BestOfN:
     def score(self, prompt: Prompt, value: float) -> float:
         """100 is the pool's best; a point is a hundredth of its range."""
         scores = prompt[self.pool]["scores"]
-        return 100 * (1 + (value - max(scores)) / (max(scores) - min(scores)))
+        # Rounded: a last digit must not lift a score above the pool's own best.
+        return round(100 * (1 + (value - max(scores)) / (max(scores) - min(scores))), 9)
 
     def column(self, n: int) -> np.ndarray:
         return self.scores[:, self.sizes.index(n)]

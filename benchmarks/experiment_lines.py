@@ -53,7 +53,7 @@ class Archive:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(mine, indent=1, allow_nan=False) + "\n")
             return
-        theirs = json.loads(path.read_text(encoding="utf-8"))
+        theirs = self.settings()
         differing = [f"{k} is {theirs.get(k)!r} there, {v!r} now" for k, v in mine.items()
                      if theirs.get(k) != v]  # fmt: skip
         if differing:
@@ -62,9 +62,12 @@ class Archive:
                 "another folder, or the same settings to go on"
             )
 
+    def settings(self) -> dict[str, Any]:
+        return json.loads((self.folder / "settings.json").read_text(encoding="utf-8"))
+
     def size(self) -> Size:
         """The size that the folder was made with."""
-        stored = json.loads((self.folder / "settings.json").read_text(encoding="utf-8"))
+        stored = self.settings()
         names = [field.name for field in dataclasses.fields(Size)]
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
         return Size(**{name: values[name] for name in names})
@@ -108,7 +111,6 @@ def line_of(json_idx: int, config: Config, items: Sequence[dict[str, Any]], text
         "capture_sec": capture,
         "tokens_generated": sum(item["tokens_generated"] for item in items),
         "tokens_scored": sum(item["tokens_scored"] for item in items),
-        "peak_memory_bytes": items[-1]["peak_memory_bytes"],
         "out_of_memory_splits": sum(item["out_of_memory_splits"] for item in items),
         "num_completed": sum(len(item["trajectories"]) for item in items),
         "num_failed_rows": sum(len(item["failed_rows"]) for item in items),
@@ -118,13 +120,25 @@ def line_of(json_idx: int, config: Config, items: Sequence[dict[str, Any]], text
             "output": text_of(best),
         },
     }
-    return line | _details(config, items)
+    return line | _details(config, items, text_of)
 
 
-def _details(config: Config, items: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _winners(items: Sequence[dict[str, Any]], text_of: Any) -> list[dict[str, Any]]:
+    """The best of the pool's first candidates, wherever it changes: Best-of-n for every n."""
+    every = [(item["process_seed"], t) for item in items for t in item["trajectories"]]
+    found: list[dict[str, Any]] = []
+    for place, (seed, t) in enumerate(every):
+        if found and t["score"] <= every[found[-1]["place"]][1]["score"]:
+            continue
+        found.append({"place": place, "process_seed": seed, "candidate": t["candidate"]})
+    return [{**entry, "output": text_of(every[entry["place"]][1])} for entry in found]
+
+
+def _details(config: Config, items: Sequence[dict[str, Any]], text_of: Any) -> dict[str, Any]:
     if config.name in (POOL, SELF_POOL):
         return {
             "process_seeds": [item["process_seed"] for item in items],
+            "winners": _winners(items, text_of),
             "scores": [_exact(t["score"]) for item in items for t in item["trajectories"]],
             "num_tokens": [t["num_tokens"] for item in items for t in item["trajectories"]],
         }

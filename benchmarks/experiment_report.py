@@ -73,7 +73,7 @@ class Report:
         return "\n\n".join(part for part in parts if part) + "\n"
 
     def setting(self) -> str:
-        stored = json.loads((self.archive.folder / "settings.json").read_text(encoding="utf-8"))
+        stored = self.archive.settings()
         sessions = self.archive.sessions()
         size = self.size
         lines = [
@@ -299,7 +299,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     made.add_argument("out", type=Path, metavar="OUT", help="as of experiment.py")
     made.add_argument("--no_pictures", dest="pictures", action="store_false")
+    made.add_argument("--export", type=Path, metavar="FOLDER", help="write ordinary run folders")
+    made.add_argument("--data_filename", metavar="FILE", help="the prompts; with --export")
     args = made.parse_args(argv)
+    if args.export and not args.data_filename:
+        made.error("--export needs --data_filename: the archive does not hold the prompts' texts")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     if not (args.out / "settings.json").is_file():
         print(f"experiment_report.py: error: {args.out} is no experiment's folder", file=sys.stderr)
@@ -308,6 +312,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = report.text()
     write_whole(args.out / "report.md", text)
     print(text)
+    if args.export and report.main:
+        from benchmarks.experiment_export import export
+
+        for folder in export(report, args.export, args.data_filename):
+            print(folder)
     if args.pictures and report.main:
         from benchmarks.experiment_pictures import draw_all
 
