@@ -93,6 +93,12 @@ def test_rows_of_nan_are_named_and_the_others_finish(tiny_models, monkeypatch, c
     assert all(texts(made)[i] == clean[i] for i in texts(made))
 
 
+def test_a_prompt_without_a_token_is_skipped(tiny_models, monkeypatch) -> None:
+    monkeypatch.setattr("suite.chat.Chat.prompt_ids", lambda chat, prompt: [])
+    made = run_search(tiny_models, batch_size=4)
+    assert made["trajectories"] == [] and "no tokens" in made["skipped"]
+
+
 def test_a_prompt_over_the_bound_is_skipped(tiny_models) -> None:
     """CASES 16."""
     made = run_search(tiny_models, batch_size=2, prompt="long " * 80)
