@@ -29,8 +29,9 @@ class Chunk:
         """Run `work`, which reads `size`; on running out of memory halve it and run again.
 
         `work` must be safe to run again from its start, and takes `wanted` at the most. At the
-        smallest size the error is raised.
+        smallest size the error is raised, and what comes after starts from the old size again.
         """
+        before = self.size
         while True:
             try:
                 return work()
@@ -39,6 +40,7 @@ class Chunk:
                     raise
                 old = min(self.size, wanted or self.size)
                 if old <= self.smallest:
+                    self.size = before
                     raise
                 self.num_splits += 1
                 self.size = max(self.smallest, old // 2)

@@ -276,7 +276,8 @@ def _render(tokenizer: Any, prompt: str, answer: str | None = None) -> str:
             ),
         )
     except Exception as error:  # a template is a program, and transformers' sandbox bounds no time
-        raise ValueError(f"the chat template can't render a conversation ({error})") from error
+        reason = str(error) or type(error).__name__
+        raise ValueError(f"the chat template can't render a conversation ({reason})") from error
 
 
 def _within(seconds: float, work: Callable[[], str]) -> str:

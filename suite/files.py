@@ -123,6 +123,9 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except FileNotFoundError:
         return []
+    except OSError as e:
+        log.warning("%s can't be read (%s)", path, e.strerror)
+        return []
     entries = []
     for line in lines:
         with suppress(ValueError, RecursionError):

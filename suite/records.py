@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from suite.files import (
     FolderLock,
@@ -297,6 +297,10 @@ def _fingerprint(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:24]
 
 
+def _refuse_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number of JSON")
+
+
 def _read_record(path: Path, size: int) -> list[dict[str, Any]]:
     """The objects of a record file; ValueError says in a few words why it is none."""
     if size == 0:
@@ -304,7 +308,7 @@ def _read_record(path: Path, size: int) -> list[dict[str, Any]]:
     if size > LARGEST_RECORD_BYTES:
         raise ValueError(f"it has {size:,} bytes")
     try:
-        objects = json.loads(path.read_bytes())
+        objects = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as e:
         raise ValueError(f"not JSON: {e}") from e
     if not isinstance(objects, list) or not objects:

@@ -202,7 +202,7 @@ def test_out_of_memory_at_the_smallest_chunk_is_raised() -> None:
 
     with pytest.raises(torch.OutOfMemoryError):
         chunk.retrying(work)
-    assert chunk.size == 1
+    assert chunk.size == 3  # what comes after is not small for good
 
 
 def test_memory_of_this_machine_is_in_order() -> None:

@@ -1,0 +1,272 @@
+"""Faults on the way, injected one by one: the prompt is named, the rest is computed, a rerun works.
+
+What tests/test_main_cli.py, test_methods_faults.py and test_processes.py inject is not repeated.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import main
+from engine.memory import Chunk, is_out_of_memory
+from engine.ops import TorchOps
+from generator import Generator
+from rewards.function_reward import FunctionReward
+from suite.files import NotWritten
+from suite.progress import Progress
+from tests.launch import records
+from tests.method_runs import run_search, scores, texts
+from tests.test_records import objects, opened, prompts
+
+CPU_ERROR = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"
+
+
+@pytest.fixture
+def cli(tiny_models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable:
+    """`main.main` in this process on two short prompts; exit code and stderr."""
+    data = tmp_path / "p.json"
+    data.write_text(json.dumps([{"prompt": "first"}, {"prompt": "second"}, {"prompt": "third"}]))
+    models = ["--llm_name", "tiny-llama", "--reward_model_name", "tiny-reward"]
+    given = [*models, "--model_dir", str(tiny_models), "--output_folder", str(tmp_path / "out")]
+    given += ["--data_filename", str(data), "--max_gen_tokens", "8", "--batch_size", "2"]
+
+    def call(*flags: str) -> tuple[int, str]:
+        code = main.main([*given, *flags])
+        return code, capsys.readouterr().err
+
+    return call
+
+
+def failures(tmp_path: Path) -> list[dict[str, Any]]:
+    return [json.loads(x) for x in (tmp_path / "out" / "failures.jsonl").read_text().splitlines()]
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def test_torch_on_a_cpu_says_lost_memory_in_its_own_way() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(10**15)
+    assert is_out_of_memory(caught.value)
+    assert is_out_of_memory(MemoryError()) and is_out_of_memory(torch.OutOfMemoryError())
+    assert not is_out_of_memory(RuntimeError("shapes differ"))
+    assert not is_out_of_memory(ValueError("can't allocate memory"))
+
+
+@pytest.mark.parametrize("error", [RuntimeError(CPU_ERROR), MemoryError()])
+def test_a_cpus_lost_memory_splits_as_a_gpus_does(error: Exception) -> None:
+    chunk, tried = Chunk("rows", 64), []
+
+    def work() -> None:
+        tried.append(chunk.size)
+        if chunk.size > 16:
+            raise error
+
+    chunk.retrying(work)
+    assert tried == [64, 32, 16] and chunk.num_splits == 2
+
+
+def test_other_errors_are_not_tried_again() -> None:
+    chunk, tried = Chunk("rows", 64), []
+
+    def work() -> None:
+        tried.append(chunk.size)
+        raise RuntimeError("shapes differ")
+
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        chunk.retrying(work)
+    assert tried == [64]
+
+
+class NoMemory(TorchOps):
+    """While `lost`, there is none for anything."""
+
+    lost = True
+
+    def decode_attention(self, *given: Any) -> torch.Tensor:
+        return self._unless_lost(super().decode_attention(*given))
+
+    def packed_attention(self, *given: Any) -> torch.Tensor:
+        return self._unless_lost(super().packed_attention(*given))
+
+    def _unless_lost(self, out: torch.Tensor) -> torch.Tensor:
+        if self.lost:
+            raise RuntimeError(CPU_ERROR)
+        return out
+
+
+@pytest.mark.parametrize("place", ["first", "middle"])
+def test_a_prompt_that_memory_can_not_hold_fails_alone(
+    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Out of memory at the smallest chunk: the others are computed as ever, a rerun tries it."""
+    expected = tmp_path / "expected"
+    assert cli("--output_folder", str(expected))[0] == 0
+    ops, failing, inner = NoMemory(), {"first": 0, "middle": 1}[place], Generator.run
+
+    def run(self: Generator, prompt: Any, progress: Any) -> Any:
+        ops.lost = prompt.json_idx == failing
+        return inner(self, prompt, progress)
+
+    monkeypatch.setattr("suite.assembly.make_ops", lambda device, dtype: ops)
+    monkeypatch.setattr(Generator, "run", run)
+    code, errors = cli()
+    assert code == 1 and "1 prompts failed" in errors
+    (failure,) = failures(tmp_path)
+    assert failure["JSON_idx"] == failing and "out of memory" in failure["reason"]
+    assert "--kv_cache_gb" in failure["reason"]
+    monkeypatch.undo()
+    assert cli()[0] == 0
+    assert records(tmp_path / "out") == records(expected)
+
+
+@pytest.mark.parametrize("what", ["prompt tokens", "first tokens", "rows", "reward model"])
+@pytest.mark.parametrize("changes", [{"batch_size": 24}, {"init_batch_size": 24, "kv_pages": 48}])
+def test_lost_memory_at_each_place_changes_nothing(
+    tiny_models: Path, monkeypatch: pytest.MonkeyPatch, what: str, changes: dict[str, Any]
+) -> None:
+    """Memory ends when the work is done but for its last byte; the same N, texts and scores."""
+    expected = run_search(tiny_models, **changes)
+    retrying, lost = Chunk.retrying, []
+    most = {"prompt tokens": 8, "first tokens": 8, "rows": 8, "reward model": 300}[what]
+
+    def lossy(chunk: Chunk, work: Callable[[], None], wanted: int | None = None) -> None:
+        first = getattr(work, "__name__", "") == "_sample_first"
+        here = "first tokens" if first else chunk.what
+
+        def work_and_lose() -> None:
+            work()
+            if here.endswith(what) and min(chunk.size, wanted or chunk.size) > most:
+                lost.append(here)
+                raise RuntimeError(CPU_ERROR)
+
+        retrying(chunk, work_and_lose, wanted)
+
+    monkeypatch.setattr(Chunk, "retrying", lossy)
+    made = run_search(tiny_models, **changes)
+    assert lost and made["out_of_memory_splits"] == len(lost)
+    for name in ("trajectories", "rejected"):
+        assert [r["candidate"] for r in made[name]] == [r["candidate"] for r in expected[name]]
+    assert texts(made) == texts(expected)
+    assert scores(made) == pytest.approx(scores(expected), abs=1e-4)
+
+
+def test_caches_that_no_memory_can_hold_are_a_mistake_of_the_command(cli: Any) -> None:
+    flags = ["--kv_cache_gb", "1000000", "--batch_size", "100000", "--max_gen_tokens", "400"]
+    code, errors = cli(*flags)
+    assert code == 2 and "Traceback" not in errors
+    assert "out of memory while loading" in errors and "lower --kv_cache_gb" in errors
+
+
+# ---- rewards -------------------------------------------------------------------------------------
+
+
+def leaves(prompt: str, answers: list[str]) -> list[float]:
+    raise SystemExit(0)
+
+
+class Unnumbered:
+    def __float__(self) -> float:
+        raise SystemExit(3)
+
+
+@pytest.mark.parametrize("timeout", [None, 20.0])
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (leaves, "raised SystemExit: 0"),
+        (lambda p, a: [Unnumbered()] * len(a), "raised SystemExit: 3"),
+        (lambda p, a: None, "NoneType"),
+        (lambda p, a: [1j] * len(a), "complex"),
+        (lambda p, a: [10**400] * len(a), "too large"),
+        (lambda p, a: np.ones((len(a), 2)), "must return a list of numbers"),
+    ],
+)
+def test_a_function_ends_no_run(function: Any, reason: str, timeout: float | None) -> None:
+    """sys.exit(0) in a reward function would end a run as if all were done."""
+    from engine.candidates import Candidate
+    from rewards.base import RewardFailed
+
+    reward = FunctionReward("m:f", function, lambda ids: ["a"] * len(ids), timeout)
+    reward.begin("p")
+    with pytest.raises(RewardFailed, match=reason):
+        reward.score([Candidate(0, np.zeros(1, np.int64)), Candidate(1, np.zeros(1, np.int64))])
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("blocked", [".failures.lock", "failures.jsonl"])
+def test_failures_that_can_not_be_recorded_are_said(tmp_path: Path, blocked: str) -> None:
+    """As a full disk or a folder that is gone: one clear error, never a traceback."""
+    with opened(tmp_path) as run:
+        (tmp_path / blocked).mkdir()
+        with pytest.raises(NotWritten, match=r"failures\.jsonl could not be written"):
+            run.record_failure(prompts(1)[0], "a reason")
+
+
+def test_a_folder_deleted_in_the_middle(
+    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = Generator.run
+
+    def run(self: Any, prompt: Any, progress: Any) -> Any:
+        if prompt.json_idx == 1:
+            shutil.rmtree(tmp_path / "out")
+        return inner(self, prompt, progress)
+
+    monkeypatch.setattr(Generator, "run", run)
+    code, errors = cli()
+    assert code == 1 and "could not be written: No such file or directory" in errors
+    assert "Traceback" not in errors
+
+
+def test_half_written_states_of_a_killed_run_are_removed(tmp_path: Path) -> None:
+    left = tmp_path / ".a_b_prompt_0003.hidden.0.safetensors.77.tmp"
+    other = tmp_path / ".a_b_prompt_0003.notes.77.tmp"
+    left.write_bytes(b"half")
+    other.write_bytes(b"not ours")
+    with opened(tmp_path):
+        assert not left.exists() and other.exists()
+
+
+def test_a_record_that_is_not_strict_json_is_done_again(tmp_path: Path) -> None:
+    some = prompts(1)
+    with opened(tmp_path) as run:
+        text = run.write(some[0], objects(some[0])).read_text()
+        run.path(0).write_text(text[:-2] + ', "x": NaN}]')
+        assert run.finished(some) == set()
+
+
+def test_lists_nested_without_end_are_no_lists(tmp_path: Path) -> None:
+    (tmp_path / "failures.jsonl").write_text("[" * 100_000 + "\n")
+    (tmp_path / ".finished.0.jsonl").write_text("[" * 100_000 + "\n")
+    with opened(tmp_path) as run:
+        assert run.finished(prompts(1)) == set() and run.failures() == []
+
+
+class FullLog(io.StringIO):
+    """A log file on a disk that fills up."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_lost_log_ends_no_run(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Progress(2, stream=FullLog()) as progress:
+        progress.say("anything")
+        progress.update(rows=1)
+        progress.fail(0, "a reason")
+    monkeypatch.setattr("sys.stderr", FullLog())
+    assert cli()[0] == 0
+    assert len(records(tmp_path / "out")) == 3
