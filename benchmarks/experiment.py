@@ -83,7 +83,7 @@ class Run:
                 f"{kind['page_size']} tokens, {kind['rows_at_full_length']} rows at full length",
                 flush=True,
             )
-        if self.args.rehearse:
+        if engine.processes.device.type == "cuda":
             position, config = self.left[0]
             engine.rehearse(config, self.prompts[position])
         print(f"ready after {self.spent:.0f} s, {len(self.left)} tasks", flush=True)
@@ -180,7 +180,6 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--num_prompts", type=int, metavar="N", help="of the shuffled file")
     made.add_argument("--max_seconds", type=float, metavar="S", help="then stop, start included")
     made.add_argument("--full_prompts", type=int, default=2, metavar="N", help="kept in OUT/full")
-    made.add_argument("--no_rehearsal", dest="rehearse", action="store_false")
     made.add_argument("--no_pictures", dest="pictures", action="store_false")
     for name, kind in (("pool", int), ("block", int), ("fit_rows", int), ("timed_prompts", int),
                        ("side_prompts", int), ("self_pool", int),

@@ -65,20 +65,35 @@ class BestOfN:
     sizes: list[int] = field(init=False)
     scores: np.ndarray = field(init=False)  # [prompts, sizes]
     token_costs: np.ndarray = field(init=False)  # [prompts, sizes]
+    costs: dict[str, list[float | None]] = field(init=False)  # seconds of the shown sizes
 
     def __post_init__(self) -> None:
         count = min(len(prompt[self.pool]["scores"]) for prompt in self.prompts)
         shown = [n for n in self.size.shown_sizes if n <= count]
         self.sizes = sorted({*sizes_up_to(count), *shown})
-        self.scores = np.array([self._scores(prompt) for prompt in self.prompts])
+        self.scores = self._scores()
         totals = [tokens(p[self.pool]) / len(p[self.pool]["scores"]) for p in self.prompts]
         self.token_costs = np.outer(totals, self.sizes)
+        self.costs = {
+            "paper": [self.paper_seconds(n) for n in self.shown],
+            "packed": [self.packed_seconds(n) for n in self.shown],
+        }
 
-    def _scores(self, prompt: Prompt) -> list[float]:
-        ordered = np.sort(prompt[self.pool]["scores"])
-        return [
-            self.score(prompt, float(subset_weights(len(ordered), n) @ ordered)) for n in self.sizes
-        ]
+    @property
+    def shown(self) -> list[int]:
+        return [n for n in self.size.shown_sizes if n in self.sizes]
+
+    def _scores(self) -> np.ndarray:
+        weights: dict[int, np.ndarray] = {}  # [sizes, candidates] by the number of candidates
+        rows = []
+        for prompt in self.prompts:
+            ordered = np.sort(prompt[self.pool]["scores"])
+            count = len(ordered)
+            if count not in weights:
+                weights[count] = np.array([subset_weights(count, n) for n in self.sizes])
+            best = weights[count] @ ordered
+            rows.append([self.score(prompt, float(value)) for value in best])
+        return np.array(rows)
 
     def score(self, prompt: Prompt, value: float) -> float:
         """100 is the pool's best; a point is a hundredth of its range."""
@@ -123,10 +138,8 @@ class BestOfN:
         if account == "tokens":
             costs = self.token_costs[rows].mean(axis=0)
             return list(zip(costs.tolist(), means.tolist(), strict=True))
-        cost_of = self.paper_seconds if account == "paper" else self.packed_seconds
-        shown = [n for n in self.size.shown_sizes if n in self.sizes]
-        found = [(cost_of(n), float(means[self.sizes.index(n)])) for n in shown]
-        return [(cost, score) for cost, score in found if cost is not None]
+        found = zip(self.costs[account], self.shown, strict=True)
+        return [(cost, float(means[self.sizes.index(n)])) for cost, n in found if cost is not None]
 
 
 @dataclass(frozen=True, slots=True)
