@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import torch
@@ -101,7 +102,12 @@ def _load_adapter(
         raise BadWeights(
             f"{folder}: not a whole reward adapter ({type(error).__name__}: {error})"
         ) from error
-    base = resolve(named, local_files_only=local_files_only, role="generator")
+    if not math.isfinite(scaling):
+        raise BadWeights(f"{folder}: the adapter's scaling is {scaling}; copy the adapter again")
+    try:
+        base = resolve(named, local_files_only=local_files_only, role="generator")
+    except ValueError as error:
+        raise ValueError(f"{folder}: its base model can't be found: {error}") from error
     base_folder = base.ready()
     backbone, _ = load_model(base_folder, dtype, device)
     names = head_names(architecture, raw)

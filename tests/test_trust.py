@@ -180,9 +180,20 @@ def test_an_adapters_base_keeps_off_the_network_too(
     adapter = Path(shutil.copytree(shipped, tmp_path / "adapter"))
     edit(adapter / "config.json", base_model="somebody/something")
     source = resolve(str(adapter), local_files_only=True, role="reward")
-    with pytest.raises(ValueError, match="somebody/something"):
+    with pytest.raises(ValueError, match="its base model can't be found: .* somebody/something"):
         load_reward_model(source, torch.float32, CPU)
     assert [options["local_files_only"] for options in asked] == [True]
+
+
+@pytest.mark.parametrize("scaling", [float("nan"), float("inf")])
+def test_an_adapter_scaled_by_no_number_is_refused(tmp_path: Path, scaling: float) -> None:
+    """It would make every weight NaN, and every prompt a failed one."""
+    shipped = resolve("SmolLM2-135M-Reward", role="reward").folder
+    adapter = Path(shutil.copytree(shipped, tmp_path / "adapter"))
+    edit(adapter / "config.json", lora={"scaling": scaling})
+    source = resolve(str(adapter), role="reward")
+    with pytest.raises(BadWeights, match="scaling is"):
+        load_reward_model(source, torch.float32, CPU)
 
 
 # ---- the cache of the embedded model -------------------------------------------------------------
