@@ -264,9 +264,10 @@ class RunFolder:
         for path in sorted(self.folder.glob(".finished.*.jsonl")):
             for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
                 try:
-                    notes.append(Note(**json.loads(line)))
+                    note = Note(**json.loads(line))
                 except (ValueError, TypeError, RecursionError):
-                    notes.append(None)
+                    note = None
+                notes.append(note if note is not None and isinstance(note.file, str) else None)
         return notes
 
     def _append_note(self, note: Note) -> None:

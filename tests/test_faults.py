@@ -248,9 +248,17 @@ def test_a_record_that_is_not_strict_json_is_done_again(tmp_path: Path) -> None:
         assert run.finished(some) == set()
 
 
-def test_lists_nested_without_end_are_no_lists(tmp_path: Path) -> None:
-    (tmp_path / "failures.jsonl").write_text("[" * 100_000 + "\n")
-    (tmp_path / ".finished.0.jsonl").write_text("[" * 100_000 + "\n")
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[" * 100_000,
+        '{"file": [], "size": 1, "mtime_ns": 1, "prompt": "a", "run": "b"}',
+        '{"JSON_idx": {}, "prompt": [], "reason": NaN}',
+    ],
+)
+def test_damaged_lists_of_ours_are_no_lists(tmp_path: Path, line: str) -> None:
+    (tmp_path / "failures.jsonl").write_text(line + "\n")
+    (tmp_path / ".finished.0.jsonl").write_text(line + "\n")
     with opened(tmp_path) as run:
         assert run.finished(prompts(1)) == set() and run.failures() == []
 
