@@ -78,7 +78,11 @@ def check(settings: Settings) -> list[Prompt]:
     where = settings.model_dir, settings.local_files_only
     resolve(settings.llm_name, *where, role="generator")
     if not settings.self_reward:
-        resolve(settings.reward_model_name, *where, role="reward")
+        source = resolve(settings.reward_model_name, *where, role="reward")
+        if source.kind == "function":
+            from rewards.function_reward import load_function
+
+            load_function(source.name)
     return load_prompts(settings.data_filename, settings.num_prompts, settings.local_files_only)
 
 

@@ -63,7 +63,7 @@ def compare_pair(runs: Sequence[Run], base: Run, weights: Weights) -> list[Compa
     if not ranges:
         raise Refused(f"{base.name}: nothing can be scaled, in no prompt do the scores differ")
     groups: dict[str, list[Run]] = {}
-    for run in runs:
+    for run in _one_of_each_seed(runs, base):
         if run is base or run.method != base.method:
             groups.setdefault(run.method.name, []).append(run)
     found = [compare(base, group, ranges, weights) for group in groups.values()]
@@ -75,6 +75,20 @@ def compare_pair(runs: Sequence[Run], base: Run, weights: Weights) -> list[Compa
         )
     add_speedups(comparisons)
     return comparisons
+
+
+def _one_of_each_seed(runs: Sequence[Run], base: Run) -> list[Run]:
+    """Averaging is over seeds: of runs with one method and seed the first counts, said by name."""
+    first: dict[tuple[str, object], Run] = {}
+    for run in sorted(runs, key=lambda run: run is not base):
+        other = first.setdefault((run.method.name, run.seed), run)
+        if other is not run:
+            LOG.warning(
+                "%s is left out: %s has the same method and seed; name one of them",
+                run.name,
+                other.name,
+            )
+    return [run for run in runs if first[run.method.name, run.seed] is run]
 
 
 def print_table(comparisons: Sequence[Comparison]) -> None:

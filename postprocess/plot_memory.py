@@ -182,7 +182,8 @@ def work(args: argparse.Namespace) -> int:
     if not drawn:
         which = "" if args.prompt is None else f" for prompt {args.prompt}"
         raise Refused(
-            f"no run has rounds with a rejection{which}; the paper's files have no rounds"
+            f"no run has rounds with a rejection{which}: the paper's files record none, and ours "
+            "have none where all rows fit (try a smaller --kv_cache_gb, or --schedule halving)"
         )
     return code
 

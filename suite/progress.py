@@ -123,10 +123,12 @@ def summary(objects: list[dict[str, Any]]) -> str:
     if best is None:
         return f"no scored answer; {cost}"
     number = sum(len(o.get("trajectories", [])) for o in objects)
+    cut = sum(len(o.get("rejected") or ()) for o in objects)
+    of = f"{number} ({cut} cut)" if cut else str(number)
     text = _shorten(str(best.get("output", "")), 60)
     length = best.get("num_tokens")
     how_long = f" ({length} tokens)" if length is not None else ""
-    return f'best {best["score"]:.4g} of {number}{how_long}: "{text}"; {cost}'
+    return f'best {best["score"]:.4g} of {of}{how_long}: "{text}"; {cost}'
 
 
 def _shorten(text: str, width: int) -> str:

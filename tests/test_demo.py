@@ -39,6 +39,12 @@ def test_the_table() -> None:
     assert lines[-1].split("|")[2].split() == ["5.000", "7", "8", "9.0"]
 
 
+def test_answers_started_cut_and_finished_are_counted() -> None:
+    run = {0: made(0, 1.0, 2.0, generated=1, scored=1, seconds=1.0)}
+    run[0][0]["rejected"] = [{"candidate": 2}] * 3
+    assert demo.counts(run) == "5 answers started, 3 cut early, 2 finished"
+
+
 def test_the_demo_runs_both_methods_and_runs_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
