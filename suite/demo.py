@@ -34,8 +34,9 @@ METHODS = {
 
 READING = (
     "Both use the same memory. Best-of-8 runs eight answers to their end; Speculative Rejection\n"
-    "starts sixteen and cuts the worse half twice, by the scores of the unfinished texts. With\n"
-    "answers this short that costs about as much; it is meant for long answers and many of them."
+    "starts sixteen and cuts the worse half twice, by the scores of the unfinished texts: twice as\n"
+    "many answers are looked at for less than twice the cost. It is meant for longer answers and\n"
+    "many more of them, where memory is what runs out."
 )
 
 
