@@ -34,9 +34,9 @@ METHODS = {
 
 READING = (
     "Both use the same memory. Best-of-8 runs eight answers to their end; Speculative Rejection\n"
-    "starts sixteen and cuts the worse half twice, by the scores of the unfinished texts: twice as\n"
-    "many answers are looked at for less than twice the cost. It is meant for longer answers and\n"
-    "many more of them, where memory is what runs out."
+    "starts sixteen and cuts the worse half twice, by the scores of the unfinished texts: twice\n"
+    "as many answers are looked at for less than twice the cost. It is meant for longer answers\n"
+    "and many more of them, where memory is what runs out."
 )
 
 
