@@ -20,7 +20,15 @@ from engine.decoder import Decoder
 from engine.kv_cache import PagedKV
 from engine.model import Transformer
 from engine.ops import Ops, TorchOps
-from engine.plan import REWARD_EXTRA_TOKENS, REWARD_PAGE_SIZE, Plan, Side, gpu_step_rows, make_plan
+from engine.plan import (
+    REWARD_EXTRA_TOKENS,
+    REWARD_PAGE_SIZE,
+    Plan,
+    Side,
+    first_stretch,
+    gpu_step_rows,
+    make_plan,
+)
 from engine.reader import Reader
 from engine.sampler import SamplingParams
 from engine.stepper import EagerStepper, Sampler, Stepper, TorchSampler, padded
@@ -368,11 +376,12 @@ def _reader(model: Transformer, ops: Ops, plan: Plan, *, same_text: bool) -> Rea
 
 def describe(plan: Plan, model: Transformer) -> str:
     """The plan in words, printed before the first prompt."""
+    stretch = first_stretch(plan.page_size, plan.max_answer_tokens)
     lines = [
         f"plan: weights {plan.weight_bytes / 1e9:.2f} GB, KV budget {plan.budget_bytes / 1e9:.2f} "
         f"GB = {plan.pages} pages of {plan.page_size} tokens",
-        f"plan: at most {plan.max_rows} rows; {plan.rows_for(plan.max_answer_tokens)} fit at "
-        f"{plan.max_answer_tokens} answer tokens",
+        f"plan: {plan.rows_for(stretch)} rows fit at {stretch} answer tokens, "
+        f"{plan.rows_for(plan.max_answer_tokens)} at {plan.max_answer_tokens}",
     ]
     if plan.reward_params:
         kept = "kept" if plan.keep_reward_cache else "not kept"
