@@ -22,7 +22,14 @@ from torch.nn.functional import linear
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.shapes import SHAPES, device_ceilings, random_model, seconds, sync
+from benchmarks.shapes import (
+    SHAPES,
+    device_ceilings,
+    random_model,
+    seconds,
+    sync,
+    transformers_twin,
+)
 from engine.decoder import Decoder
 from engine.kv_cache import PagedKV
 from engine.memory import peak_bytes
@@ -152,26 +159,8 @@ def limits(model: Transformer, case: Case, row: dict, ceilings: tuple[float, flo
 
 def generate_ms(model: Transformer, case: Case, args: argparse.Namespace) -> float:
     """`transformers` generate on the same shape, ms a step."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    c = model.config
-    config = LlamaConfig(
-        vocab_size=c.vocab_size,
-        hidden_size=c.hidden_size,
-        intermediate_size=c.intermediate_size,
-        num_hidden_layers=c.num_layers,
-        num_attention_heads=c.num_heads,
-        num_key_value_heads=c.num_kv_heads,
-        head_dim=c.head_dim,
-        max_position_embeddings=c.max_positions,
-        tie_word_embeddings=c.tied_embeddings,
-    )
-    with torch.device(model.device):
-        previous = torch.get_default_dtype()
-        torch.set_default_dtype(model.dtype)
-        theirs = LlamaForCausalLM(config).eval()
-        torch.set_default_dtype(previous)
-    ids = torch.randint(0, c.vocab_size, (1, case.prompt), device=model.device)
+    theirs = transformers_twin(model, "LlamaForCausalLM")
+    ids = torch.randint(0, model.config.vocab_size, (1, case.prompt), device=model.device)
     ids = ids.expand(case.rows, -1)
 
     def run(new: int) -> float:

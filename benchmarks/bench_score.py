@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.shapes import SHAPES, device_ceilings, random_model, seconds
+from benchmarks.shapes import SHAPES, device_ceilings, random_model, seconds, transformers_twin
 from engine.kv_cache import PagedKV
 from engine.memory import peak_bytes
 from engine.model import Transformer
@@ -109,26 +109,9 @@ class Bench:
 
     def classifier(self) -> float:
         """Seconds of `transformers`' sequence classifier on padded batches of 120."""
-        from transformers import LlamaConfig, LlamaForSequenceClassification
-
-        c = self.model.config
-        config = LlamaConfig(
-            vocab_size=c.vocab_size,
-            hidden_size=c.hidden_size,
-            intermediate_size=c.intermediate_size,
-            num_hidden_layers=c.num_layers,
-            num_attention_heads=c.num_heads,
-            num_key_value_heads=c.num_kv_heads,
-            head_dim=c.head_dim,
-            max_position_embeddings=c.max_positions,
-            num_labels=1,
-            pad_token_id=0,
+        theirs = transformers_twin(
+            self.model, "LlamaForSequenceClassification", num_labels=1, pad_token_id=0
         )
-        previous = torch.get_default_dtype()
-        torch.set_default_dtype(self.model.dtype)
-        with torch.device(self.model.device):
-            theirs = LlamaForSequenceClassification(config).eval()
-        torch.set_default_dtype(previous)
         ids = torch.from_numpy(np.stack(list(self.ids.values()))).to(self.model.device)
 
         def work() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from engine.config import ModelConfig, RopeConfig
@@ -56,6 +58,32 @@ def random_model(
 ) -> Transformer:
     """A model of this shape with random weights."""
     return Transformer(SHAPES[shape], dtype, device).randomise(seed)
+
+
+def transformers_twin(model: Transformer, kind: str, **more: Any) -> Any:
+    """`transformers`' model of this class and our shape, with random weights of its own."""
+    import transformers
+
+    c = model.config
+    config = transformers.LlamaConfig(
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
+        intermediate_size=c.intermediate_size,
+        num_hidden_layers=c.num_layers,
+        num_attention_heads=c.num_heads,
+        num_key_value_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        max_position_embeddings=c.max_positions,
+        tie_word_embeddings=c.tied_embeddings,
+        **more,
+    )
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(model.dtype)
+    try:
+        with torch.device(model.device):
+            return getattr(transformers, kind)(config).eval()
+    finally:
+        torch.set_default_dtype(previous)
 
 
 def device_ceilings(device: torch.device) -> tuple[float, float]:
