@@ -86,9 +86,10 @@ def settings_for_record(settings: Settings) -> dict[str, Any]:
 def settings_for_sameness(recorded: dict[str, Any]) -> dict[str, Any]:
     """What two runs must have in common to share a folder, from their recorded settings."""
     names = {field.name for field in dataclasses.fields(Settings)} - NOT_FOR_SAMENESS
+    same = {name: recorded.get(name) for name in sorted(names)}
     if recorded.get("speculative_rejection"):
-        names -= {"batch_size"}  # of Best-of-N alone
-    return {name: recorded.get(name) for name in sorted(names)}
+        same["batch_size"] = None  # of Best-of-N alone
+    return same
 
 
 def base_name(model_name: str) -> str:

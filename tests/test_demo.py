@@ -49,7 +49,7 @@ def test_the_demo_runs_both_methods_and_runs_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(demo, "FOLDER", tmp_path)
-    short = ["--num_prompts", "1", "--max_gen_tokens", "6"]
+    short = ["--num_prompts", "1", "--max_gen_tokens", "34"]
     assert demo.main(short) == 0
     shown = capfd.readouterr()
     assert "Best-of-8" in shown.out and "Speculative Rejection" in shown.out
@@ -57,7 +57,7 @@ def test_the_demo_runs_both_methods_and_runs_again(
     found = {name: records(tmp_path / name) for name in ("Best-of-8", "Speculative_Rejection")}
     for name, number in (("Best-of-8", 8), ("Speculative_Rejection", 16)):
         ((objects,),) = found[name].values()
-        assert len(objects["trajectories"]) == number
+        assert len(objects["trajectories"]) + len(objects["rejected"]) == number
         assert objects["reward_model_name"] == "SmolLM2-135M-Reward"
     assert demo.main(short) == 0  # resumes
     assert "1 done before" in capfd.readouterr().err
