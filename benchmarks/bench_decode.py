@@ -35,7 +35,7 @@ from engine.kv_cache import PagedKV
 from engine.memory import peak_bytes
 from engine.model import Transformer
 from engine.stepper import padded
-from suite import assembly
+from suite import backend
 from suite.settings import Settings
 
 
@@ -53,7 +53,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--cases", default="128x120,128x480,128x960,2048x480,128x4000")
     parser.add_argument("--new_tokens", type=int, default=256)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", choices=sorted(assembly.DTYPES))
+    parser.add_argument("--dtype", choices=sorted(backend.DTYPES))
     parser.add_argument("--top_k", type=int, default=50)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--transformers", default="", help="cases to run through generate as well")
@@ -67,7 +67,7 @@ def cases_of(text: str) -> list[Case]:
 
 def make_decoder(model: Transformer, case: Case, new_tokens: int, top_k: int) -> Decoder:
     """The engine as a run would assemble it."""
-    page_size = assembly.PAGE_SIZE[model.device.type]
+    page_size = backend.PAGE_SIZE[model.device.type]
     pages = case.rows * -(-new_tokens // page_size)
     cache = PagedKV(
         model.config,
@@ -81,14 +81,14 @@ def make_decoder(model: Transformer, case: Case, new_tokens: int, top_k: int) ->
     )
     return Decoder(
         model,
-        assembly.make_ops(model.device, model.dtype),
+        backend.make_ops(model.device, model.dtype),
         cache,
-        assembly.make_sampler(Settings(top_k=top_k), model),
+        backend.make_sampler(Settings(top_k=top_k), model),
         [],
         max_rows=case.rows,
-        look_every=assembly.STEPS_BETWEEN_LOOKS[model.device.type],
-        max_rows_at_once=assembly.MAX_ROWS_AT_ONCE,
-        stepper=assembly.make_stepper(model.device, model.dtype),
+        look_every=backend.STEPS_BETWEEN_LOOKS[model.device.type],
+        max_rows_at_once=backend.MAX_ROWS_AT_ONCE,
+        stepper=backend.make_stepper(model.device, model.dtype),
     )
 
 
@@ -188,10 +188,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     device = torch.device(args.device)
     default = "bfloat16" if device.type == "cuda" else "float32"
-    dtype = assembly.DTYPES[args.dtype or default]
+    dtype = backend.DTYPES[args.dtype or default]
     model = random_model(args.shape, dtype, device)
     ceilings = device_ceilings(device)
-    print(f"{assembly.device_name(device)}: copy {ceilings[0] / 1e12:.2f} TB/s, "
+    print(f"{backend.device_name(device)}: copy {ceilings[0] / 1e12:.2f} TB/s, "
           f"matrices {ceilings[1] / 1e12:.0f} TFLOP/s")  # fmt: skip
     rows = []
     for case in cases_of(args.cases):
@@ -214,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
     print(json.dumps({"shape": args.shape, "dtype": str(dtype), "device": str(
-        assembly.device_name(device)), "versions": assembly.versions(), "rows": rows}))  # fmt: skip
+        backend.device_name(device)), "versions": backend.versions(), "rows": rows}))  # fmt: skip
     return 0
 
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.shapes import SHAPES, sync
 from engine.kv_cache import PagedKV
-from suite import assembly
+from suite import backend
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -54,7 +54,7 @@ def one_round(cache: PagedKV, rows: int, tokens: int) -> tuple[float, float]:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     device = torch.device(args.device)
-    page_size = assembly.PAGE_SIZE[device.type]
+    page_size = backend.PAGE_SIZE[device.type]
     config = SHAPES[args.shape]
     cache = PagedKV(
         config,

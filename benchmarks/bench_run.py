@@ -27,7 +27,7 @@ from benchmarks.shapes import SHAPES, random_model
 from generator import Generator
 from rewards.heads import LinearHead
 from rewards.loading import RewardModel
-from suite import arguments, assembly
+from suite import arguments, assembly, backend
 from suite.chat import Format
 from suite.progress import Progress
 from suite.prompts import Prompt
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
               f"({row['why']})", flush=True)  # fmt: skip
         print("  " + ", ".join(f"{name} {sec:.3f} s" for name, sec in row["phases"].items()))
         print("  rounds [rows, length, share, read]: " + json.dumps(row["rounds"]), flush=True)
-    print(json.dumps({"shape": args.shape, "device": assembly.device_name(device), "rows": rows}))
+    print(json.dumps({"shape": args.shape, "device": backend.device_name(device), "rows": rows}))
     return 0
 
 

@@ -27,7 +27,7 @@ from engine.memory import peak_bytes
 from engine.model import Transformer
 from engine.plan import REWARD_PAGE_SIZE
 from engine.reader import Reader
-from suite import assembly
+from suite import backend
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -35,7 +35,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3-8b")
     parser.add_argument("--cases", default="128x120x256,128x960x256,2048x960x256")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", choices=sorted(assembly.DTYPES))
+    parser.add_argument("--dtype", choices=sorted(backend.DTYPES))
     parser.add_argument("--chunk_tokens", type=int)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--from_start", default="", help="cases to read without sharing as well")
@@ -56,7 +56,7 @@ class Bench:
             i: np.concatenate((self.prompt, random.integers(0, vocab, self.length)))
             for i in range(self.answers)
         }
-        self.chunk = args.chunk_tokens or assembly.READ_CHUNK_TOKENS[model.device.type]
+        self.chunk = args.chunk_tokens or backend.READ_CHUNK_TOKENS[model.device.type]
 
     def reader(self, keep: bool) -> Reader:
         pages = -(-self.length // REWARD_PAGE_SIZE) * self.answers if keep else 0
@@ -70,7 +70,7 @@ class Bench:
             dtype=self.model.dtype,
             device=self.model.device,
         )
-        ops = assembly.make_ops(self.model.device, self.model.dtype)
+        ops = backend.make_ops(self.model.device, self.model.dtype)
         return Reader(self.model, ops, cache, keep=keep, chunk_tokens=self.chunk)
 
     def time(self, work, repeats: int | None = None) -> float:
@@ -125,10 +125,10 @@ class Bench:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     device = torch.device(args.device)
-    dtype = assembly.DTYPES[args.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
+    dtype = backend.DTYPES[args.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
     model = random_model(args.shape, dtype, device)
     ceilings = device_ceilings(device)
-    print(f"{assembly.device_name(device)}: matrices {ceilings[1] / 1e12:.0f} TFLOP/s")
+    print(f"{backend.device_name(device)}: matrices {ceilings[1] / 1e12:.0f} TFLOP/s")
     rows = []
     for text in args.cases.split(","):
         bench = Bench(model, tuple(map(int, text.split("x"))), args)
@@ -151,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows.append(row)
         print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}"
                         for k, v in row.items()), flush=True)  # fmt: skip
-    print(json.dumps({"shape": args.shape, "dtype": str(dtype), "device": assembly.device_name(
+    print(json.dumps({"shape": args.shape, "dtype": str(dtype), "device": backend.device_name(
         device), "chunk_tokens": args.chunk_tokens, "rows": rows}))  # fmt: skip
     return 0
 

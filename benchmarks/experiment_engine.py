@@ -20,7 +20,8 @@ from engine import memory
 from engine.weights import load_model
 from generator import Generator, PromptFailed
 from rewards.loading import load_reward_model
-from suite.assembly import DTYPES, PAGE_SIZE, Assembly, device_name, put_together, versions
+from suite.assembly import Assembly, put_together
+from suite.backend import DTYPES, PAGE_SIZE, device_name, versions
 from suite.chat import Chat, generator_chat
 from suite.models import resolve
 from suite.processes import Processes

@@ -1,0 +1,140 @@
+"""How a run cuts its memory: weights, workspace and prompts first, the rest is keys and values.
+
+The arithmetic is engine/plan.py's; here the settings, the loaded models and the measured memory
+become its arguments. Nothing is allocated here, but on a GPU the workspace is measured by running
+the largest forward passes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from engine import memory
+from engine.model import Transformer
+from engine.ops import Ops
+from engine.plan import Plan, Side, first_stretch, gpu_step_rows, make_plan
+from engine.stepper import Sampler, padded
+from engine.workspace import Workspace, measure_decode, measure_read
+from suite.backend import MAX_ROWS_AT_ONCE, PAGE_SIZE, READ_CHUNK_TOKENS
+from suite.settings import Settings
+
+CPU_KV_BYTES = 250_000_000  # on a CPU speed is the limit, not memory: a few hundred short rows
+CPU_SHARE = 0.25  # of the free memory, where that is less
+
+
+def plan_memory(
+    settings: Settings,
+    model: Transformer,
+    judge: tuple[Transformer, int] | None,
+    ops: Ops,
+    sampler: Sampler,
+) -> Plan:
+    """The cut of the memory that is left after weights, prompts' buffers and workspace."""
+    device = model.device
+    value_bytes = torch.finfo(model.dtype).bits // 8
+    bound = min(settings.max_tokens, model.config.max_positions)
+    generator = Side(model.config, value_bytes, bound)
+    reward = Side(judge[0].config, value_bytes, judge[1]) if judge else None
+    weights = model.weight_bytes
+    if judge and judge[0] is not model:
+        weights += judge[0].weight_bytes
+    prompts = generator.prompt_bytes + (reward.prompt_bytes if reward else 0)
+    rows = min(MAX_ROWS_AT_ONCE, _most_rows(settings, generator, PAGE_SIZE[device.type]))
+    space = _workspace(model, judge[0] if judge else None, ops, sampler, rows)
+    cache, why = _reward_cache(settings)
+    plan = make_plan(
+        _budget_bytes(settings, device, prompts, space),
+        generator,
+        reward,
+        page_size=PAGE_SIZE[device.type],
+        max_answer_tokens=min(settings.max_gen_tokens, bound - 1),
+        max_rows=_max_rows(settings),
+        alpha=_planned_alpha(settings),
+        reward_cache=cache,
+        step_rows=gpu_step_rows(model.config) if device.type == "cuda" else 0.0,
+    )
+    return dataclasses.replace(
+        plan,
+        why=why if why and plan.keep_reward_cache else plan.why,
+        weight_bytes=weights,
+        workspace_bytes=max(space.decode_bytes, space.read_bytes),
+        predicted_peak_bytes=weights
+        + plan.generator_kv_bytes
+        + plan.reward_kv_bytes
+        + max(space.decode_bytes, space.read_bytes),
+    )
+
+
+def _workspace(
+    model: Transformer, reader: Transformer | None, ops: Ops, sampler: Sampler, rows: int
+) -> Workspace:
+    """Bytes of the largest forward passes; measured on a GPU, of no account on a CPU."""
+    if model.device.type != "cuda":
+        return Workspace()
+    decode = measure_decode(model, ops, sampler, rows, PAGE_SIZE["cuda"])
+    read = measure_read(reader or model, ops, READ_CHUNK_TOKENS["cuda"])
+    return Workspace(decode, read)
+
+
+def _planned_alpha(settings: Settings) -> float | None:
+    """The rejection rate to plan with; None where every answer is read once."""
+    if not settings.speculative_rejection:
+        return 0.5 if settings.log_partial else None
+    return 0.5 if settings.alpha == "auto" else float(settings.alpha)
+
+
+def _reward_cache(settings: Settings) -> tuple[str, str | None]:
+    """--reward_cache for the plan, and why, where it is not the flag's or the plan's own doing.
+
+    The plan weighs the rounds that memory makes; scheduled rounds come more often, forks share what
+    was read, and partial scores read each answer many times.
+    """
+    often = settings.log_partial or settings.refill or settings.schedule != "memory"
+    if settings.reward_cache == "auto" and often and settings.alpha != 0.0:
+        return "on", "many rounds read the same texts"
+    return settings.reward_cache, None
+
+
+def _most_rows(settings: Settings, generator: Side, page_size: int) -> int:
+    """Rows that a step can have at the most, padding included: what the workspace is for."""
+    rows = _max_rows(settings) or MAX_ROWS_AT_ONCE
+    if settings.kv_cache_gb is not None:
+        rows = min(rows, int(settings.kv_cache_gb * 1e9 / (page_size * generator.token_bytes)))
+    return padded(max(1, rows))
+
+
+def _max_rows(settings: Settings) -> int | None:
+    if not settings.speculative_rejection:
+        return settings.batch_size
+    return settings.init_batch_size or settings.max_batch_size
+
+
+def _budget_bytes(
+    settings: Settings, device: torch.device, prompt_bytes: int, space: Workspace
+) -> int:
+    """Bytes for answers' KV: what the user said, or what is left after all else."""
+    if settings.kv_cache_gb is not None:
+        return int(settings.kv_cache_gb * 1e9)
+    free = memory.free_bytes(device)
+    if device.type == "cpu":
+        return min(CPU_KV_BYTES, int(free * CPU_SHARE))
+    # Decoding takes its workspace twice: once in the pool of the graphs, once to rehearse them.
+    free -= prompt_bytes + 2 * space.decode_bytes + space.read_bytes
+    return int(free - (1 - settings.gpu_memory_utilization) * memory.total_bytes(device))
+
+
+def describe(plan: Plan, model: Transformer) -> str:
+    """The plan in words, printed before the first prompt."""
+    stretch = first_stretch(plan.page_size, plan.max_answer_tokens)
+    lines = [
+        f"plan: weights {plan.weight_bytes / 1e9:.2f} GB, KV budget {plan.budget_bytes / 1e9:.2f} "
+        f"GB = {plan.pages} pages of {plan.page_size} tokens",
+        f"plan: {plan.rows_for(stretch)} rows fit at {stretch} answer tokens, "
+        f"{plan.rows_for(plan.max_answer_tokens)} at {plan.max_answer_tokens}",
+    ]
+    if plan.reward_params:
+        kept = "kept" if plan.keep_reward_cache else "not kept"
+        lines.append(f"plan: the reward model's cache is {kept} between rounds ({plan.why})")
+    return "\n".join(lines)
