@@ -1,14 +1,17 @@
 """Rewards that are language models: read by the engine, scored by a head or by likelihood.
 
 Where the generator and the reward model share a vocabulary, the candidates' ids are read as they
-are; otherwise the answers go through text. Either way the reader keeps the longest common prefix of
-what it read before, so a round costs the new tokens and the turn's end.
+are; otherwise the answers go through text, in parts: while the device reads one, a thread tokenises
+the next. Either way the reader keeps the longest common prefix of what it read before, so a round
+costs the new tokens and the turn's end.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -18,6 +21,8 @@ from engine.reader import Reader
 from engine.scoring import LikelihoodReader
 from rewards.heads import Head
 from suite.chat import Chat
+
+TEXTS_AT_ONCE = 256  # answers of a part: enough to fill the device
 
 Decode = Callable[[Sequence[Sequence[int]]], list[str]]
 
@@ -31,6 +36,8 @@ class ModelReward:
         self.num_params = reader.model.config.num_params
         self.truncated: set[int] = set()  # candidates whose answer was cut to the model's length
         self.last_hidden: torch.Tensor | None = None  # [candidates, hidden] of the last score()
+        self.text_sec = 0.0  # of decoding and encoding since `reset_counter`
+        self.text_wait_sec = 0.0  # of these, while nothing was read
 
     @property
     def tokens_read(self) -> int:
@@ -38,6 +45,7 @@ class ModelReward:
 
     def reset_counter(self) -> None:
         self.reader.tokens_read = 0
+        self.text_sec = self.text_wait_sec = 0.0
 
     @property
     def kv_bytes(self) -> int:
@@ -71,8 +79,7 @@ class ModelReward:
     def score(self, candidates: Sequence[Candidate]) -> list[float]:
         if not candidates:
             return []
-        sequences = dict(zip([c.index for c in candidates], self._ids(candidates), strict=True))
-        hidden = self.reader.read(sequences)
+        hidden = torch.cat([self.reader.read(part) for part in self._parts(candidates)])
         self.last_hidden = hidden
         return [_number(score) for score in self.head.score(hidden).tolist()]
 
@@ -81,6 +88,31 @@ class ModelReward:
 
     def fork(self, parents: Sequence[int], children: Sequence[int]) -> None:
         self.reader.fork(parents, children)
+
+    def _parts(self, candidates: Sequence[Candidate]) -> Iterator[dict[int, np.ndarray]]:
+        """The conversations by candidate; one part where no text is needed."""
+        size = TEXTS_AT_ONCE if self.decode else len(candidates)
+        parts = [candidates[i : i + size] for i in range(0, len(candidates), size)]
+        for part, ids in zip(parts, self._ahead(parts), strict=True):
+            yield dict(zip([c.index for c in part], ids, strict=True))
+
+    def _ahead(self, parts: Sequence[Sequence[Candidate]]) -> Iterator[list[np.ndarray]]:
+        """The ids of each part; those of the next are made while a part is being read."""
+        if self.decode is None:
+            yield from map(self._ids, parts)
+            return
+        with ThreadPoolExecutor(1, "text") as pool:
+            for future in [pool.submit(self._timed_ids, part) for part in parts]:
+                start = time.perf_counter()
+                ids = future.result()
+                self.text_wait_sec += time.perf_counter() - start
+                yield ids
+
+    def _timed_ids(self, candidates: Sequence[Candidate]) -> list[np.ndarray]:
+        start = time.perf_counter()
+        ids = self._ids(candidates)
+        self.text_sec += time.perf_counter() - start
+        return ids
 
     def _ids(self, candidates: Sequence[Candidate]) -> list[np.ndarray]:
         """The whole conversation of each candidate in the reward model's ids."""

@@ -11,6 +11,7 @@ import pytest
 from suite.chat import (
     ALPACA,
     Chat,
+    Format,
     chat_format,
     generator_chat,
     load_tokenizer,
@@ -254,6 +255,24 @@ def test_decoding_leaves_control_tokens_out(plain_folder) -> None:
     ids = chat.tokenizer("día 🚀 , ok .")["input_ids"]
     assert chat.decode([[1, *ids, 2], []]) == ["día 🚀 , ok .", ""]
     assert chat.conversation_ids("x", []) == []
+
+
+def test_batches_are_what_transformers_makes_of_each_text(plain_folder) -> None:
+    """Whatever its files ask of truncation and padding."""
+    tokenizer = load_tokenizer(plain_folder)
+    tokenizer.backend_tokenizer.enable_truncation(4)
+    tokenizer.backend_tokenizer.enable_padding(length=64)
+    chat = Chat(tokenizer, Format("", "", ""))
+    texts = [*TEXTS, "", "<|eot_id|> typed"]
+    ids = [chat.prompt_ids(text) for text in texts]
+    plain = load_tokenizer(plain_folder)
+    expected = [
+        plain(text, add_special_tokens=False, split_special_tokens=i == len(TEXTS) + 1)["input_ids"]
+        for i, text in enumerate(texts)
+    ]
+    assert ids == expected
+    rows = [[1, *row, 2] for row in ids]
+    assert chat.decode(rows) == plain.batch_decode(rows, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,44 @@ def test_ids_and_text_give_the_same_scores(tmp_path: Path, generator) -> None:
     assert scores[0] == pytest.approx(scores[1], abs=TOLERANCE)
 
 
+@pytest.mark.parametrize("keep", [True, False])
+def test_parts_of_texts_give_the_scores_of_the_whole(
+    tmp_path: Path, generator, keep: bool, monkeypatch
+) -> None:
+    """While one part is read a thread tokenises the next; ids need neither text nor time."""
+    folder = make_tiny_reward(tmp_path)
+    mine = candidates(generator, [f"{text} {i}" for i, text in enumerate(ANSWERS * 3)])
+    results = []
+    for size in (256, 5, 1):
+        monkeypatch.setattr("rewards.model_reward.TEXTS_AT_ONCE", size)
+        reward = build(folder, generator.decode, keep=keep)
+        reward.begin(PROMPT)
+        first, second = reward.score(mine), reward.score(mine)
+        assert first == pytest.approx(second, abs=TOLERANCE)
+        assert len(reward.last_hidden_states()) == len(mine)
+        assert reward.text_sec > 0 and reward.text_wait_sec > 0
+        results.append((first, reward.tokens_read))
+        reward.reset_counter()
+        assert reward.text_sec == reward.text_wait_sec == 0
+    assert results[0][0] == pytest.approx(results[1][0], abs=TOLERANCE)
+    assert results[0][0] == pytest.approx(results[2][0], abs=TOLERANCE)
+    assert len({read for _, read in results}) == 1
+    by_ids = build(folder, keep=keep)
+    by_ids.begin(PROMPT)
+    assert by_ids.score(mine) == pytest.approx(results[0][0], abs=TOLERANCE)
+    assert by_ids.text_sec == by_ids.text_wait_sec == 0
+
+
+def test_a_text_that_fails_in_the_thread_fails_the_call(tmp_path: Path, generator) -> None:
+    def decode(answers: Any) -> list[str]:
+        return ["\ud800" for _ in answers]
+
+    reward = build(make_tiny_reward(tmp_path), decode)
+    reward.begin(PROMPT)
+    with pytest.raises(ValueError, match="can't encode"):
+        reward.score(candidates(generator, ANSWERS))
+
+
 @pytest.mark.parametrize("decode", [True, False], ids=["text", "ids"])
 def test_control_tokens_as_text_move_no_header(tmp_path: Path, decode: bool) -> None:
     """CASES 4: a prompt and an answer that spell the header; ArmoRM gates at the real one."""
