@@ -6,6 +6,7 @@ halving   T, T/(1-alpha), T/(1-alpha)^2, ...: as a round leaves 1 - alpha of the
 fixed:K   every K tokens.
 
 Full memory always forces a stop too; T (`min_tokens`) is a floor under the first cut for all three.
+The method passes over a scheduled stop at which nobody can be cut (methods/speculative.py).
 """
 
 from __future__ import annotations

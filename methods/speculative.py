@@ -22,7 +22,7 @@ from engine.alpha_rule import AutoAlpha, expected_end
 from engine.candidates import Candidate
 from engine.plan import first_stretch
 from engine.refill import STRETCH_TOKENS, parents_of_forks
-from engine.rejection import keep_best, ranked
+from engine.rejection import keep_best, num_kept, ranked
 from engine.schedule import Schedule
 from methods.best_of_n import run_waves
 from methods.session import Session, finite
@@ -89,8 +89,18 @@ class _Run:
         session.complete(self.pool)
 
     def _next_stop(self) -> int | None:
+        if not self._has_to_choose():
+            return None
         alpha = USUAL_ALPHA if self.auto else self.alpha
         return self.schedule.next_stop(self.session.parts.decoder.length, alpha)
+
+    def _has_to_choose(self) -> bool:
+        """False where a scheduled round would keep everyone, and so would be read for nothing."""
+        alpha = self.session.settings.alpha
+        number = len(self.session.parts.decoder.live) + len(self.pool)
+        if self.session.settings.refill:
+            return True  # its rounds make new candidates
+        return number > 1 if self.auto else num_kept(number, float(alpha)) < number
 
     def _add_finished(self, finished: list[Candidate]) -> None:
         """Into the pool; where forks are about, an answer that was there before is not another."""

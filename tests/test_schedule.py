@@ -97,6 +97,52 @@ def test_below_the_floor_only_what_others_need_is_cut(search):
     assert floor["cutoff"] == sorted(floor["scores"])[-16]
 
 
+@pytest.mark.parametrize("schedule", ["fixed:10", "halving"])
+@pytest.mark.parametrize("alpha", [0.6, "auto"])
+def test_the_last_candidate_is_read_once_more_only(search, schedule, alpha):
+    """Where one is left of all, scheduled stops have nothing to decide; `rounds` still adds up."""
+    one = dict(init_batch_size=1, ignore_stop=True)
+    (only,) = search(schedule=schedule, alpha=alpha, **one)["rounds"]
+    assert (only["rows"], only["stop_length"], only["cutoff"], only["kept"]) == (1, 96, None, 1)
+    best = search(batch_size=1, ignore_stop=True)
+    assert only["tokens_scored"] == best["tokens_scored"]
+    assert only["tokens_generated"] == 96
+
+
+def test_rounds_end_with_the_last_cut(search):
+    """8, 3 and 1 rows: the third stop and those after it are passed over."""
+    made = search(schedule="fixed:10", alpha=0.6, init_batch_size=8, ignore_stop=True)
+    assert [(r["stop_length"], r["rows"], r["kept"]) for r in made["rounds"]] == [
+        (10, 8, 3),
+        (20, 3, 1),
+        (96, 1, 1),
+    ]
+    assert len(made["rejected"]) == 7 and len(made["trajectories"]) == 1
+    for name in ("tokens_generated", "tokens_scored"):
+        assert made[name] == sum(r[name] for r in made["rounds"])
+
+
+def test_a_rate_too_small_to_cut_anybody_asks_for_no_round(search):
+    """0.1 of 3 rows is less than half a row, 0.2 of 3 is more, and 0.2 of 2 less again."""
+    few = search(schedule="fixed:30", alpha=0.1, init_batch_size=3, ignore_stop=True)
+    assert [(r["stop_length"], r["kept"]) for r in few["rounds"]] == [(96, 3)]
+    more = search(schedule="fixed:30", alpha=0.2, init_batch_size=4, ignore_stop=True)
+    assert [(r["stop_length"], r["kept"]) for r in more["rounds"]] == [(30, 3), (60, 2), (96, 2)]
+
+
+def test_the_last_row_is_still_compared_with_those_that_finished(search):
+    """One that goes on and two that ended: the round at 40 tokens may cut any of them."""
+    made = search(schedule="fixed:10", alpha=0.3, init_batch_size=8, seed=1)
+    rounds = [(r["stop_length"], r["rows"], r["kept"]) for r in made["rounds"]]
+    assert rounds == [(10, 7, 6), (20, 3, 4), (30, 2, 3), (40, 1, 2), (0, 0, 2)]
+
+
+def test_forks_go_on_from_a_single_row(search):
+    made = search(schedule="fixed:20", alpha=0.5, init_batch_size=2, refill=True, ignore_stop=True)
+    assert [r["stop_length"] for r in made["rounds"]] == [20, 40, 60, 80, 96]
+    assert [r["forks"] for r in made["rounds"][:-1]] == [1, 1, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("options", "rows"),
     [
