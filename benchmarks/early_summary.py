@@ -168,7 +168,7 @@ def _interval(values: np.ndarray) -> list[float]:
 def _text(
     rows: Sequence[dict[str, Any]], families: Sequence[dict[str, Any]], num_prompts: int
 ) -> str:
-    from postprocess.runs import table
+    from postprocess.command import table
 
     def number(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form)

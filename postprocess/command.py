@@ -1,4 +1,4 @@
-"""What the scripts' command lines share: folders to read, exit codes, tables, whole files.
+"""What the scripts' command lines share: folders, exit codes, tables, CSV, whole files.
 
 Exit codes: 0 done; 1 the data is wrong or something was refused; 2 nothing to work on, or a bad
 command line. The invariant: no fault of a file or a disk ends in a traceback.
@@ -7,6 +7,8 @@ command line. The invariant: no fault of a file or a disk ends in a traceback.
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import json
 import logging
 import os
@@ -54,19 +56,39 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join("  ".join(line).rstrip() for line in padded)
 
 
-def parser(doc: str | None, places: str = "archive") -> argparse.ArgumentParser:
-    """The common part of the command lines: folders to read, by default the project's."""
+def csv_text(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """With full precision; an empty cell (None, NaN) is unknown."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows([["" if cell is None or cell != cell else cell for cell in r] for r in rows])
+    return out.getvalue()
+
+
+def bare_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Nothing but the script's own words, as they are set."""
     raw = argparse.RawDescriptionHelpFormatter
-    made = argparse.ArgumentParser(description=doc, formatter_class=raw)
+    return argparse.ArgumentParser(description=doc, formatter_class=raw)
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """The common part of the command lines: folders to read, by default the project's archive."""
+    made = bare_parser(doc)
     made.add_argument(
         "places",
         nargs="*",
         type=Path,
-        default=[PROJECT / places],
+        default=[PROJECT / "archive"],
         metavar="FOLDER",
-        help=f"an archive or single runs (default: {places}/)",
+        help="an archive or single runs (default: archive/)",
     )
     return made
+
+
+def add_out(made: argparse.ArgumentParser, name: str) -> None:
+    """Where the script writes; by default the project's folder of that name."""
+    where = PROJECT / name
+    made.add_argument("--out", type=Path, default=where, help=f"folder (default: {name}/)")
 
 
 def guarded(work: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:

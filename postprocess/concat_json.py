@@ -23,8 +23,8 @@ if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from postprocess.command import EXIT_OK, EXIT_WRONG, LOG, Refused, dump, guarded, parser, write_text
-from postprocess.reading import differences, finite, load_objects
-from postprocess.runs import Method, Run, load_runs, shown
+from postprocess.reading import differences, finite, load_objects, shown
+from postprocess.runs import Method, Run, load_runs
 from postprocess.stats import brief
 
 DEFAULT_TIMES = (2, 4)

@@ -12,8 +12,6 @@ Exit codes: 0 done; 1 a run or prompt was left out; 2 no runs, or no model.
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import math
 import sys
 from collections.abc import Sequence
@@ -30,8 +28,9 @@ from postprocess.command import (
     EXIT_OK,
     EXIT_WRONG,
     LOG,
-    PROJECT,
     Nothing,
+    add_out,
+    csv_text,
     guarded,
     parser,
     table,
@@ -172,10 +171,8 @@ def work(args: argparse.Namespace) -> int:
         ]
         print(f"\n{pair}: perplexity of the best answers under {shown(name)}")
         print(table(COLUMNS, shown_rows))
-        out = io.StringIO()
-        csv.writer(out, lineterminator="\n").writerows([COLUMNS, *rows])
         path = args.out / f"perplexity_{pair}.csv"
-        write_text(path, out.getvalue())
+        write_text(path, csv_text(COLUMNS, rows))
         print(path)
     return code
 
@@ -184,9 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = parser(__doc__)
     made.add_argument("--llm_name", help="another model than the generator of the runs")
     made.add_argument("--model_dir", help="folder of the models (default: as the runs say)")
-    made.add_argument(
-        "--out", type=Path, default=PROJECT / "results", help="folder (default: results/)"
-    )
+    add_out(made, "results")
     return guarded(work, made.parse_args(argv))
 
 

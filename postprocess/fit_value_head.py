@@ -25,8 +25,9 @@ import numpy as np
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from postprocess.command import EXIT_OK, LOG, Refused, guarded, parser, table
 from postprocess.logged import Logged, logged_of
-from postprocess.runs import EXIT_OK, LOG, Refused, Run, guarded, load_runs, parser, table
+from postprocess.runs import Run, load_runs
 from postprocess.stats import spearman
 from rewards.value_head import ValueHead, features
 

@@ -17,7 +17,7 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from postprocess.command import EXIT_OK, EXIT_WRONG, LOG, PROJECT, dump, guarded, parser, write_text
+from postprocess.command import EXIT_OK, EXIT_WRONG, LOG, add_out, dump, guarded, parser, write_text
 from postprocess.runs import Run, load_runs
 from postprocess.stats import brief
 
@@ -71,9 +71,7 @@ def work(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     made = parser(__doc__)
-    made.add_argument(
-        "--out", type=Path, default=PROJECT / "results", help="folder (default: results/)"
-    )
+    add_out(made, "results")
     return guarded(work, made.parse_args(argv))
 
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from postprocess.command import LOG
 from postprocess.pool import Pool
 from postprocess.reading import BadFile, load_objects, shown
 from postprocess.rounds import partials_of
-from postprocess.runs import LOG, Run
+from postprocess.runs import Run
 from suite.hidden import BadStates, States, read_states, states_path
 
 FIXED = ("prompt", "end")  # what the reward model reads beside the answers

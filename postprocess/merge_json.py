@@ -26,6 +26,8 @@ from postprocess.command import (
     PROJECT,
     Nothing,
     Refused,
+    add_out,
+    bare_parser,
     dump,
     guarded,
     write_text,
@@ -182,16 +184,13 @@ def work(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    raw = argparse.RawDescriptionHelpFormatter
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    made = bare_parser(__doc__)
     made.add_argument(
         "results", nargs="?", type=Path, default=PROJECT / "results", help="default: results/"
     )
     made.add_argument("--base", help="the reference (default: the largest Best-of-N)")
     made.add_argument("--all_seeds", action="store_true", help="compare every seed of a method")
-    made.add_argument(
-        "--out", type=Path, default=PROJECT / "win_rate", help="folder (default: win_rate/)"
-    )
+    add_out(made, "win_rate")
     return guarded(work, made.parse_args(argv))
 
 

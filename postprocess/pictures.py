@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from postprocess.command import PROJECT
+from postprocess.command import add_out
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 STYLES = {"Bo": ("#0072B2", "o"), "SpR": ("#D55E00", "s"), "SpRF": ("#009E73", "^")}
 NAMES = {"Bo": "Best-of-N", "SpR": "Speculative Rejection", "SpRF": "with refill"}
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")
-
-
 PARTS = (1, 1.25, 1.5, 1.75)  # of an octave, for narrow axes
 
 
@@ -53,9 +51,7 @@ def start(show: bool):
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--out", type=Path, default=PROJECT / "imgs", help="folder (default: imgs/)"
-    )
+    add_out(parser, "imgs")
     parser.add_argument("--title", help="instead of the models' names")
     parser.add_argument("--show", action="store_true", help="open a window as well")
 

@@ -14,11 +14,9 @@ Exit codes: 0 drawn; 1 nothing could be compared for a pair; 2 no runs.
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,12 +29,14 @@ from postprocess.command import (
     EXIT_WRONG,
     LOG,
     Refused,
+    csv_text,
     guarded,
     parser,
     table,
     write_text,
 )
-from postprocess.runs import Run, by_pair, choose_base, load_runs, shown
+from postprocess.reading import shown
+from postprocess.runs import Run, by_pair, choose_base, load_runs
 from postprocess.stats import (
     Comparison,
     Weights,
@@ -133,11 +133,8 @@ def print_table(comparisons: Sequence[Comparison]) -> None:
     print(table(header, rows))
 
 
-def csv_text(comparisons: Sequence[Comparison]) -> str:
-    """The table with full precision; an empty cell is unknown."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(COLUMNS)
+def csv_rows(comparisons: Sequence[Comparison]) -> Iterable[list[object]]:
+    """One row a method, in the order of COLUMNS."""
     for c in comparisons:
         low, high = c.interval or (None, None)
         cells = [
@@ -148,8 +145,7 @@ def csv_text(comparisons: Sequence[Comparison]) -> str:
         ]
         for bound in (c.speedup_gpu, c.speedup_tokens):
             cells += [None, None] if bound is None else [bound.value, bound.sign or "="]
-        writer.writerow(["" if cell is None or cell != cell else cell for cell in cells])
-    return out.getvalue()
+        yield cells
 
 
 def draw(
@@ -227,7 +223,7 @@ def work(args: argparse.Namespace) -> int:
         print_table(comparisons)
         if weights.equal:
             print("Tokens are weighted equally: the files do not tell the models' sizes.")
-        write_text(args.out / f"{pair}.csv", csv_text(comparisons))
+        write_text(args.out / f"{pair}.csv", csv_text(COLUMNS, csv_rows(comparisons)))
         title = args.title or f"{runs[0].llm} with {runs[0].reward}"
         for path in draw(comparisons, title, weights, args):
             print(path)

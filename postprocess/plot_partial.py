@@ -12,8 +12,6 @@ codes: 0 drawn; 1 no data; 2 no runs.
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import math
 import sys
 from collections.abc import Iterable, Sequence
@@ -26,7 +24,7 @@ if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from postprocess import pictures
-from postprocess.command import EXIT_OK, LOG, Refused, guarded, parser, table, write_text
+from postprocess.command import EXIT_OK, LOG, Refused, csv_text, guarded, parser, table, write_text
 from postprocess.reading import answers_of, load_objects, shown
 from postprocess.rounds import partials_of, rounds_of
 from postprocess.runs import Run, by_pair, load_runs
@@ -168,9 +166,7 @@ def work(args: argparse.Namespace) -> int:
             for row in rows
         ]
         print(f"\n{pair}: partial against final score\n{table(header, cells)}")
-        out = io.StringIO()
-        csv.writer(out, lineterminator="\n").writerows([header, *rows])
-        write_text(args.out / f"partial_{pair}.csv", out.getvalue())
+        write_text(args.out / f"partial_{pair}.csv", csv_text(header, rows))
         for path in draw(pair, bins, rows, args):
             print(path)
     if not drawn:

@@ -32,21 +32,21 @@ from engine.plan import Plan, pages_for
 from engine.schedule import Schedule
 from methods.session import PromptFailed, Session
 from methods.speculative import speculative_rejection
-from postprocess.logged import Logged, logged_of
-from postprocess.pool import cost_at, curve, log_n_eq, sizes_up_to
-from postprocess.reading import BadFile
-from postprocess.replaying import LoggedDecoder, LoggedReward
-from postprocess.runs import (
+from postprocess.command import (
     EXIT_NOTHING,
     EXIT_OK,
     Nothing,
     Refused,
     guarded,
-    load_runs,
     parser,
     table,
     write_text,
 )
+from postprocess.logged import Logged, logged_of
+from postprocess.pool import cost_at, curve, log_n_eq, sizes_up_to
+from postprocess.reading import BadFile
+from postprocess.replaying import LoggedDecoder, LoggedReward
+from postprocess.runs import load_runs
 from rewards.value_head import BadValueHead, ValueHead, load_value_head
 from suite.settings import Settings
 

@@ -17,20 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from postprocess.command import (
-    EXIT_NOTHING,
-    EXIT_OK,
-    EXIT_WRONG,
-    LOG,
-    PROJECT,
-    Nothing,
-    Refused,
-    dump,
-    guarded,
-    parser,
-    table,
-    write_text,
-)
+from postprocess.command import LOG, Nothing, Refused
 from postprocess.reading import (
     BadFile,
     PromptResult,
@@ -41,31 +28,6 @@ from postprocess.reading import (
     shown,
 )
 from suite.settings import base_name
-
-# With the command line's helpers, so that a script may take all from here.
-__all__ = [
-    "EXIT_NOTHING",
-    "EXIT_OK",
-    "EXIT_WRONG",
-    "LOG",
-    "PROJECT",
-    "Nothing",
-    "Refused",
-    "dump",
-    "guarded",
-    "parser",
-    "table",
-    "write_text",
-    "Method",
-    "Problem",
-    "Run",
-    "by_pair",
-    "choose_base",
-    "find_folders",
-    "load_run",
-    "load_runs",
-    "prompt_files",
-]
 
 PROMPT_FILE = re.compile(r".*_prompt_(\d{1,18})\.json")
 # Bo120_<llm>_<reward>_0, SpR_alpha_0.5_..., SpRF_alpha_auto_...

@@ -16,9 +16,7 @@ Exit codes: 0 done; 1 a check or the judge failed; 2 no files, or a bad command 
 from __future__ import annotations
 
 import argparse
-import csv
 import hashlib
-import io
 import math
 import os
 import re
@@ -39,6 +37,9 @@ from postprocess.command import (
     PROJECT,
     Nothing,
     Refused,
+    add_out,
+    bare_parser,
+    csv_text,
     guarded,
     table,
     write_text,
@@ -180,7 +181,10 @@ def judge_pair(args: argparse.Namespace, compare_path: Path, reference_path: Pat
         )
     if missing:
         raise Refused("; ".join(missing) + f"; nothing was written to {folder / 'leaderboard.csv'}")
-    write_text(folder / "leaderboard.csv", _csv(rows))
+    write_text(
+        folder / "leaderboard.csv",
+        csv_text(COLUMNS, [[row.get(key) for key in COLUMNS] for row in rows]),
+    )
     for path in [folder / "leaderboard.csv", *draw(rows, base, pair, job.annotator, args)]:
         print(path)
     return EXIT_OK
@@ -204,16 +208,6 @@ def _line(row: dict[str, Any]) -> list[str]:
     keys = ("win_rate", "standard_error", "length_controlled_winrate", "lc_standard_error")
     rates = ["-" if row.get(key) is None else f"{row[key]:.2f}" for key in keys]
     return [row["generator"], *rates, f"{row['n_total']:.0f}", f"{row['avg_length']:.0f}"]
-
-
-def _csv(rows: Rows) -> str:
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    writer.writerows(
-        [["" if row.get(key) is None else row[key] for key in COLUMNS] for row in rows]
-    )
-    return out.getvalue()
 
 
 def draw(rows: Rows, base: str, pair: str, judge: str, args: argparse.Namespace) -> list[Path]:
@@ -296,8 +290,7 @@ def work(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    raw = argparse.RawDescriptionHelpFormatter
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    made = bare_parser(__doc__)
     made.add_argument("--compare", type=Path, help="answers to judge (default: all in win_rate/)")
     made.add_argument(
         "--reference", type=Path, help="the reference's answers (default: beside them)"
@@ -320,9 +313,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="auto: length-controlled where possible",
     )
     made.add_argument("--df_gamed", type=Path, metavar="FILE", help="df_gamed.csv of alpaca_eval")
-    made.add_argument(
-        "--out", type=Path, default=PROJECT / "win_rate", help="folder (default: win_rate/)"
-    )
+    add_out(made, "win_rate")
     made.add_argument(
         "--imgs", type=Path, default=PROJECT / "imgs", help="pictures (default: imgs/)"
     )
