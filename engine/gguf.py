@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from engine.config import UnsupportedModel
@@ -65,7 +66,8 @@ ROPE_FACTORS = "rope_freqs.weight"  # llama3 scaling, baked in; the config says 
 def convert_gguf(file: Path, target: Path) -> Path:
     """Convert `file` into the model folder `target` unless it is there; returns `target`.
 
-    Raises UnsupportedModel for a file that is not supported or not whole, or FileNotFoundError.
+    Raises UnsupportedModel for a file that is not supported or not whole, FileNotFoundError, or
+    OSError where the folder can't be written.
     """
     file, target = Path(file), Path(target)
     if (target / "config.json").is_file():
@@ -103,7 +105,11 @@ def _write_model(file: Path, folder: Path) -> None:
     reader = GGUFReader(file)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     config = _config(fields, {tensor.name for tensor in reader.tensors})
-    save_file(dict(_tensors(reader, config)), folder / "model.safetensors", {"format": "pt"})
+    weights = dict(_tensors(reader, config))
+    try:
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    except SafetensorError as error:  # so it calls a full disk
+        raise OSError(str(error)) from error
     _write_tokenizer(fields, folder)
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
 
@@ -209,7 +215,8 @@ def _write_tokenizer(fields: dict, folder: Path) -> None:
     special = [AddedToken(t, normalized=False, special=True) for t, k in kinds if k == CONTROL]
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens([AddedToken(t, normalized=False) for t, k in kinds if k == USER_DEFINED])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    # NOTE: its own `save` calls a full disk a bare Exception.
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     named = {
         name: tokens[fields[f"tokenizer.ggml.{key}_token_id"]]
         for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"))

@@ -10,8 +10,10 @@ import errno
 import io
 import json
 import random
+import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +27,16 @@ from engine.ops import TorchOps
 from generator import Generator
 from rewards.function_reward import FunctionReward
 from suite.files import NotWritten
+from suite.model_files import check_folder
+from suite.models import ModelSource
 from suite.progress import Progress
 from suite.prompts import load_prompts
 from suite.records import FolderRefused
 from tests.launch import records
 from tests.method_runs import run_search, scores, texts
+from tests.test_engine_gguf import write_gguf
 from tests.test_records import objects, opened, prompts
+from tests.tiny import make_tiny_llama
 
 CPU_ERROR = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"
 
@@ -265,6 +271,39 @@ def test_damaged_lists_of_ours_are_no_lists(tmp_path: Path, line: str) -> None:
     (tmp_path / ".finished.0.jsonl").write_text(line + "\n")
     with opened(tmp_path) as run:
         assert run.finished(prompts(1)) == set() and run.failures() == []
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """As on a disk that fills up: writing beyond fails."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("full_at", ["weights", "tokenizer"])
+def test_a_disk_that_fills_while_the_embedded_model_is_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_at: str
+) -> None:
+    """The folder and the remedy are named, nothing half-made stays; with room, all is well."""
+    made = make_tiny_llama(tmp_path / "hf", vocab=260)
+    gguf = write_gguf(made, tmp_path / "model.gguf")
+    cache = tmp_path / "cache"
+    source = ModelSource("it", "embedded", "LlamaForCausalLM", cache / "it", gguf)
+    if full_at == "tokenizer":
+        monkeypatch.setattr("engine.gguf.save_file", lambda *given: None)
+    with (
+        files_of_at_most(1000),
+        pytest.raises(ValueError, match=r"could not be stored.* make room .*SPECREJ_CACHE") as it,
+    ):
+        source.ready()
+    assert str(cache) in str(it.value) and "not a GGUF file" not in str(it.value)
+    assert [path.name for path in cache.iterdir()] == [".it.lock"]
+    monkeypatch.undo()
+    assert check_folder(source.ready(), "generator") == "LlamaForCausalLM"
 
 
 class FullLog(io.StringIO):
