@@ -5,7 +5,9 @@
 
 Each run is a set of main.py's flags. The models are built once; answers never stop by themselves
 (--ignore_stop), so every run is the worst case in length. Texts mean nothing: speed and memory
-only. The last line is JSON.
+only. A run is done --repeats times more: the first records the decode graphs (capture_sec) and
+compiles what reads. With --text the generator has SmolLM2's tokenizer and the reward one that is
+trained on the spot, so every score goes through text. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -28,9 +30,12 @@ from generator import Generator
 from rewards.heads import LinearHead
 from rewards.loading import RewardModel
 from suite import arguments, assembly, backend
-from suite.chat import Format
+from suite.chat import Chat, Format, load_tokenizer
+from suite.models import resolve
 from suite.progress import Progress
 from suite.prompts import Prompt
+
+SMOLLM2_VOCAB = SHAPES["smollm2-135m"].vocab_size
 
 
 class IdChat:
@@ -51,15 +56,45 @@ class IdChat:
         return ["" for _ in answers]
 
 
+class TextChat(Chat):
+    """SmolLM2's tokenizer; a prompt is cut to as many tokens as were asked for."""
+
+    def __init__(self, num_tokens: int) -> None:
+        tokenizer = load_tokenizer(resolve("SmolLM2-135M-Instruct").ready())
+        super().__init__(tokenizer, Format("", "", ""), [tokenizer.eos_token_id])
+        self.num_tokens = num_tokens
+
+    def prompt_ids(self, prompt: str) -> list[int]:
+        return super().prompt_ids(prompt)[: self.num_tokens]
+
+
+def another_chat(generator: Chat, vocab: int) -> Chat:
+    """For the reward: a byte-level BPE trained on texts of random ids, as they will be scored."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    ids = torch.randint(0, len(generator.tokenizer), (2000, 64), generator=torch.Generator())
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(
+        generator.decode(ids.tolist()), vocab, special_tokens=["<|end|>"], show_progress=False
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, eos_token="<|end|>")
+    return Chat(tokenizer, Format("", "<|end|>", "<|end|>"))
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3-8b")
     parser.add_argument("--reward_shape", choices=sorted(SHAPES))
     parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--text", action="store_true", help="two tokenizers instead of ids")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=1, help="after a first run that records")
     parser.add_argument("--runs", nargs="+", required=True, help="flags of main.py, one run each")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.text and SHAPES[args.shape].vocab_size < SMOLLM2_VOCAB:
+        parser.error(f"--text needs a --shape with {SMOLLM2_VOCAB} tokens or more")
+    return args
 
 
 def one_run(flags: str, args: argparse.Namespace, model, judge: RewardModel) -> dict:
@@ -70,17 +105,21 @@ def one_run(flags: str, args: argparse.Namespace, model, judge: RewardModel) -> 
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    chat = IdChat(args.prompt, model.config.vocab_size)
-    judge.chat = chat
+    if args.text:
+        chat = TextChat(args.prompt)
+        judge.chat = another_chat(chat, min(32000, judge.backbone.config.vocab_size))
+    else:
+        chat = judge.chat = IdChat(args.prompt, model.config.vocab_size)
     parts = assembly.put_together(settings, chat, model, judge)
     processes = SimpleNamespace(rank=0, world_size=1, is_main=True, device=device)
     generator = Generator(settings, processes, parts)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    prompt = Prompt(0, "random ids", {"JSON_idx": 0, "prompt": "random ids"})
+    text = "one more word " * (args.prompt // 3 + 1)  # read where there are tokenizers
+    prompt = Prompt(0, text, {"JSON_idx": 0, "prompt": text})
     with Progress(1, 0, False) as progress:
-        results = [generator.run(prompt, progress) for _ in range(args.repeats + 1)]
-    result = results[-1]
+        results = [measured(generator, prompt, progress) for _ in range(args.repeats + 1)]
+    result, last = results[-1]
     phases: dict[str, float] = {}
     for name, sec in result["clock"]:
         phases[name] = phases.get(name, 0.0) + sec
@@ -92,17 +131,32 @@ def one_run(flags: str, args: argparse.Namespace, model, judge: RewardModel) -> 
     ]
     return {
         "flags": flags,
-        "elapsed_sec": result["elapsed_sec"],
-        "first_elapsed_sec": results[0]["elapsed_sec"],
+        **last,
+        "first": results[0][1],
         "phases": phases,
-        "tokens_generated": result["tokens_generated"],
-        "tokens_scored": result["tokens_scored"],
         "kept_reward_cache": plan["keep_reward_cache"],
         "why": plan["why"],
         "rounds": stops,  # rows, stop length, share of the generator's KV in use, tokens read
         "predicted_peak_bytes": plan["predicted_peak_bytes"],
         "peak_memory_bytes": result["peak_memory_bytes"],
         "splits": result["out_of_memory_splits"],
+    }
+
+
+def measured(generator: Generator, prompt: Prompt, progress: Progress) -> tuple[dict, dict]:
+    """A run's object, and what is told of every run, the first one too."""
+    stepper, reward = generator.parts.decoder.stepper, generator.parts.reward
+    before = getattr(stepper, "capture_sec", 0.0)  # steps launched one by one record nothing
+    result = generator.run(prompt, progress)
+    # What the run is longer by: answers are decoded at its end, and some texts were waited for.
+    at_end = sum(sec for name, sec in result["clock"] if name == "text: decode")
+    return result, {
+        "elapsed_sec": result["elapsed_sec"],
+        "capture_sec": getattr(stepper, "capture_sec", 0.0) - before,
+        "text_sec": at_end + getattr(reward, "text_sec", 0.0),
+        "text_wait_sec": at_end + getattr(reward, "text_wait_sec", 0.0),
+        "tokens_generated": result["tokens_generated"],
+        "tokens_scored": result["tokens_scored"],
     }
 
 
@@ -119,11 +173,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         row = one_run(flags, args, model, RewardModel(backbone, LinearHead(weight), None))
         rows.append(row)
         ratio = row["peak_memory_bytes"] / row["predicted_peak_bytes"]
-        print(f"{flags}\n  {row['elapsed_sec']:.2f} s (first {row['first_elapsed_sec']:.2f}), "
+        first = row["first"]
+        print(f"{flags}\n  {row['elapsed_sec']:.2f} s (first {first['elapsed_sec']:.2f}, of it "
+              f"{first['capture_sec']:.2f} recording; then {row['capture_sec']:.2f}), "
               f"{row['tokens_generated']} generated, {row['tokens_scored']} read, peak "
               f"{row['peak_memory_bytes'] / 1e9:.2f} GB = {ratio:.3f} of the prediction, "
               f"reward cache {'kept' if row['kept_reward_cache'] else 'not kept'} "
               f"({row['why']})", flush=True)  # fmt: skip
+        print(f"  text {row['text_sec']:.3f} s, {row['text_wait_sec'] / row['elapsed_sec']:.1%} of "
+              f"the run waited for it ({row['text_wait_sec']:.3f} s)")  # fmt: skip
         print("  " + ", ".join(f"{name} {sec:.3f} s" for name, sec in row["phases"].items()))
         print("  rounds [rows, length, share, read]: " + json.dumps(row["rounds"]), flush=True)
     print(json.dumps({"shape": args.shape, "device": backend.device_name(device), "rows": rows}))

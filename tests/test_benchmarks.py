@@ -48,6 +48,28 @@ def test_bench_run_counts_tokens_of_both_methods(capsys):
     assert len(rows) > 1 and rows == sorted(rows, reverse=True)
 
 
+@pytest.mark.parametrize("cache", ["on", "off"])
+def test_bench_run_repeats_a_run_that_starts_clean(capsys, cache):
+    flags = "--speculative_rejection --kv_cache_gb 0.0008 --max_gen_tokens 150 --reward_cache"
+    assert bench_run.main(["--shape", "tiny", "--prompt", "20", "--runs", f"{flags} {cache}"]) == 0
+    (row,) = last_json(capsys)["rows"]
+    assert row["kept_reward_cache"] == (cache == "on") and len(row["rounds"]) > 1
+    for count in ("tokens_generated", "tokens_scored"):
+        assert row[count] == row["first"][count] > 0
+    assert row["capture_sec"] == row["first"]["capture_sec"] == 0.0, "a CPU records no graphs"
+    assert max(row["text_wait_sec"], row["text_sec"]) < row["elapsed_sec"]
+
+
+def test_bench_run_tells_the_seconds_of_text(capsys):
+    argv = ["--shape", "smollm2-135m", "--reward_shape", "tiny", "--prompt", "9", "--repeats", "0"]
+    assert bench_run.main([*argv, "--text", "--runs", "--batch_size 8 --max_gen_tokens 3"]) == 0
+    (row,) = last_json(capsys)["rows"]
+    assert 0 < min(row["text_wait_sec"], row["text_sec"]) < row["elapsed_sec"] / 2
+    with pytest.raises(SystemExit) as refused:
+        bench_run.main(["--shape", "tiny", "--text", "--runs", ""])
+    assert refused.value.code == 2
+
+
 def test_bench_rejection_times_drops_and_forks(capsys):
     assert bench_rejection.main(["--shape", "tiny", "--rows", "40", "--tokens", "50"]) == 0
     assert last_json(capsys)["fork_ms"] > 0
