@@ -4,15 +4,19 @@
 
 A case is PROMPTxROWS. Random weights of the shape, top-k 50, no row ever stops. Prints a table with
 the share of the measured copy bandwidth and matrix rate, and the floor (the step's matrices alone,
-as a CUDA graph); the last line is JSON.
+as a CUDA graph); the last line is JSON. --transformers and --vllm name cases to run there as well;
+vLLM, where it is installed, in a process of its own that ends before ours takes memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +32,7 @@ from benchmarks.shapes import (
     random_model,
     seconds,
     sync,
+    transformers_config,
     transformers_twin,
 )
 from engine.decoder import Decoder
@@ -57,6 +62,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--top_k", type=int, default=50)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--transformers", default="", help="cases to run through generate as well")
+    parser.add_argument("--vllm", default="", help="cases to run through vLLM as well")
+    parser.add_argument("--vllm_alone", action="store_true", help="the cases of --vllm, no others")
     parser.add_argument("--skip_floor", action="store_true")
     return parser.parse_args(argv)
 
@@ -183,9 +190,75 @@ def generate_ms(model: Transformer, case: Case, args: argparse.Namespace) -> flo
     return 1e3 * (many - few) / 32
 
 
+def vllm_alone(args: argparse.Namespace) -> int:
+    """Milliseconds a step of vLLM on the shape with dummy weights, by case, as a JSON line."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_config(args.shape, folder)
+        times = vllm_ms(folder, cases_of(args.vllm), args)
+    print(json.dumps(times))
+    return 0
+
+
+def save_config(shape: str, folder: str) -> None:
+    """A model folder that has a config and nothing else."""
+    transformers_config(SHAPES[shape], architectures=["LlamaForCausalLM"]).save_pretrained(folder)
+
+
+def vllm_ms(folder: str, cases: Sequence[Case], args: argparse.Namespace) -> dict[str, float]:
+    """One engine for all cases; the same prompt for every row, its KV shared by prefix caching."""
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(
+        model=folder,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype=args.dtype or "bfloat16",
+        max_model_len=max(case.prompt for case in cases) + args.new_tokens,
+        max_num_seqs=max(case.rows for case in cases),
+        enable_prefix_caching=True,
+    )
+
+    def run(case: Case, new: int) -> float:
+        prompt = torch.randint(0, SHAPES[args.shape].vocab_size, (case.prompt,),
+                               generator=torch.Generator().manual_seed(0)).tolist()  # fmt: skip
+        sampling = SamplingParams(
+            temperature=1.0, top_k=args.top_k, max_tokens=new, ignore_eos=True, detokenize=False
+        )
+        start = time.perf_counter()
+        engine.generate([{"prompt_token_ids": prompt}] * case.rows, sampling, use_tqdm=False)
+        return time.perf_counter() - start
+
+    found = {}
+    for case in cases:
+        run(case, args.new_tokens)
+        few = min(run(case, 1) for _ in range(args.repeats))  # the difference leaves the prompt out
+        many = min(run(case, args.new_tokens) for _ in range(args.repeats))
+        found[f"{case.prompt}x{case.rows}"] = 1e3 * (many - few) / (args.new_tokens - 1)
+    return found
+
+
+def vllm_apart(args: argparse.Namespace) -> dict[str, float]:
+    """`vllm_alone` in another process, which gives all of its memory back."""
+    line = [sys.executable, __file__, "--vllm_alone", "--shape", args.shape, "--vllm", args.vllm]
+    line += ["--new_tokens", str(args.new_tokens), "--top_k", str(args.top_k)]
+    line += ["--repeats", str(args.repeats), *(["--dtype", args.dtype] if args.dtype else [])]
+    done = subprocess.run(line, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        print(f"vLLM ended with exit code {done.returncode}; its messages are above", flush=True)
+        return {}
+    lines = reversed(done.stdout.splitlines())  # its engine may still log behind ours
+    return json.loads(next(text for text in lines if text.startswith("{")))
+
+
 @torch.inference_mode()
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
+    if args.vllm and importlib.util.find_spec("vllm") is None:
+        print("--vllm: vllm is not installed; leave it out, or pip install vllm", file=sys.stderr)
+        return 2
+    if args.vllm_alone:
+        return vllm_alone(args)
+    by_vllm = vllm_apart(args) if args.vllm else {}
     device = torch.device(args.device)
     default = "bfloat16" if device.type == "cuda" else "float32"
     dtype = backend.DTYPES[args.dtype or default]
@@ -201,13 +274,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         row["floor_ms"] = None if args.skip_floor else floor_ms(model, case.rows)
         if case in cases_of(args.transformers):
             row["transformers_ms"] = generate_ms(model, case, args)
+        row["vllm_ms"] = by_vllm.get(f"{case.prompt}x{case.rows}")
         rows.append(row)
         print(
             f"P {case.prompt:5d}  rows {case.rows:5d}  {row['ms_per_step']:8.3f} ms/step  "
             f"floor {row['floor_ms'] or 0:8.3f}  {row['tokens_per_sec']:10.0f} tok/s  "
             f"bandwidth {row['bandwidth_share']:.0%}  matrices {row['matrix_share']:.0%}  "
             f"prefill {row['prefill_ms']:.1f} ms  peak {row['peak_memory_bytes'] / 1e9:.2f} GB  "
-            f"transformers {row.get('transformers_ms', float('nan')):.1f} ms",
+            f"transformers {row.get('transformers_ms', float('nan')):.1f} ms  "
+            f"vLLM {row['vllm_ms'] or float('nan'):.3f} ms",
             flush=True,
         )
         if device.type == "cuda":

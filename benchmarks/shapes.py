@@ -60,12 +60,11 @@ def random_model(
     return Transformer(SHAPES[shape], dtype, device).randomise(seed)
 
 
-def transformers_twin(model: Transformer, kind: str, **more: Any) -> Any:
-    """`transformers`' model of this class and our shape, with random weights of its own."""
+def transformers_config(c: ModelConfig, **more: Any) -> Any:
+    """`transformers`' config of this shape."""
     import transformers
 
-    c = model.config
-    config = transformers.LlamaConfig(
+    return transformers.LlamaConfig(
         vocab_size=c.vocab_size,
         hidden_size=c.hidden_size,
         intermediate_size=c.intermediate_size,
@@ -77,6 +76,13 @@ def transformers_twin(model: Transformer, kind: str, **more: Any) -> Any:
         tie_word_embeddings=c.tied_embeddings,
         **more,
     )
+
+
+def transformers_twin(model: Transformer, kind: str, **more: Any) -> Any:
+    """`transformers`' model of this class and our shape, with random weights of its own."""
+    import transformers
+
+    config = transformers_config(model.config, **more)
     previous = torch.get_default_dtype()
     torch.set_default_dtype(model.dtype)
     try:

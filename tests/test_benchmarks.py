@@ -28,6 +28,46 @@ def test_bench_decode_measures_transformers_beside_ours(capsys):
     assert last_json(capsys)["rows"][0]["transformers_ms"] > 0
 
 
+FAKE_VLLM = """
+import time
+
+class LLM:
+    def __init__(self, model, load_format, **options):
+        from transformers import AutoConfig
+        config = AutoConfig.from_pretrained(model)
+        assert load_format == "dummy" and config.architectures == ["LlamaForCausalLM"]
+        assert (config.vocab_size, config.num_hidden_layers, config.head_dim) == (512, 2, 16)
+        assert options["max_num_seqs"] == 24 and options["max_model_len"] == 49
+
+    def generate(self, prompts, sampling, use_tqdm):
+        assert len({*map(len, (p["prompt_token_ids"] for p in prompts))}) == 1
+        time.sleep(0.01 * sampling.max_tokens)
+        print("a message of the engine")
+
+class SamplingParams:
+    def __init__(self, **options):
+        self.max_tokens = options["max_tokens"]
+"""
+
+
+def test_bench_decode_runs_vllm_in_a_process_of_its_own(capsys, tmp_path, monkeypatch):
+    """Where it is installed (here a stand-in that sleeps 10 ms a step); otherwise it says so."""
+    argv = ["--shape", "tiny", "--cases", "16x4,40x24", "--new_tokens", "9", "--repeats", "1"]
+    argv += ["--vllm", "40x24", "--skip_floor"]
+    monkeypatch.setattr(bench_decode.importlib.util, "find_spec", lambda name: None)
+    assert bench_decode.main(argv) == 2
+    assert capsys.readouterr().err == (
+        "--vllm: vllm is not installed; leave it out, or pip install vllm\n"
+    )
+    monkeypatch.undo()
+    (tmp_path / "vllm.py").write_text(FAKE_VLLM)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert bench_decode.main(argv) == 0
+    first, second = last_json(capsys)["rows"]
+    assert first["vllm_ms"] is None and 9 < second["vllm_ms"] < 100
+
+
 def test_bench_score_counts_useful_work(capsys):
     argv = ["--shape", "tiny", "--cases", "32x8x64", "--repeats", "1"]
     assert bench_score.main([*argv, "--from_start", "32x8x64", "--transformers", "32x8x64"]) == 0
