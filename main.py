@@ -7,13 +7,14 @@ process failed, 2 a mistake in the command or its files, 130 Ctrl-C, 143 SIGTERM
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, redirect_stdout, suppress
 from typing import TYPE_CHECKING, Any
 
 from suite import arguments
@@ -122,9 +123,24 @@ def record_memory(
 
 
 def build(settings: Settings, processes: Processes) -> Generator:
+    """The models; the memory plan that building them prints goes to stdout in one piece."""
     import generator
 
-    return generator.build(settings, processes)
+    said = io.StringIO()
+    with redirect_stdout(said):
+        made = generator.build(settings, processes)
+    try:
+        print(said.getvalue(), end="", flush=True)
+    except OSError as e:
+        with suppress(
+            OSError
+        ):  # what stdout still holds would be tried, and complained of, at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise ValueError(
+            f"the memory plan can't be written to stdout ({e.strerror or e}); no prompt was "
+            "begun: send stdout elsewhere, or to /dev/null, and run the same command again"
+        ) from e
+    return made
 
 
 def loop(

@@ -9,9 +9,12 @@ import copy
 import errno
 import io
 import json
+import os
 import random
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +35,8 @@ from suite.models import ModelSource
 from suite.progress import Progress
 from suite.prompts import load_prompts
 from suite.records import FolderRefused
-from tests.launch import records
+from suite.settings import PROJECT
+from tests.launch import environment, records
 from tests.method_runs import run_search, scores, texts
 from tests.test_engine_gguf import write_gguf
 from tests.test_records import objects, opened, prompts
@@ -321,6 +325,33 @@ def test_a_lost_log_ends_no_run(cli: Any, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("sys.stderr", FullLog())
     assert cli()[0] == 0
     assert len(records(tmp_path / "out")) == 3
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("lost", "reason"), [("full", "No space left on device"), ("closed", "Broken pipe")]
+)
+def test_a_lost_stdout_ends_the_run_before_its_first_prompt(
+    tiny_models: Path, tmp_path: Path, lost: str, reason: str, unbuffered: str
+) -> None:
+    """One message and code 2, and nothing at the interpreter's end (code 120, "ignored")."""
+    if lost == "full":
+        out = os.open("/dev/full", os.O_WRONLY)
+    else:
+        nobody, out = os.pipe()
+        os.close(nobody)
+    line = [sys.executable, "main.py", "--model_dir", str(tiny_models), "--llm_name", "tiny-llama"]
+    line += ["--reward_model_name", "tiny-reward", "--output_folder", str(tmp_path / "out")]
+    line += ["--num_prompts", "1", "--max_gen_tokens", "4", "--batch_size", "1"]
+    env = environment() | {"PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(
+        line, cwd=PROJECT, env=env, stdout=out, stderr=subprocess.PIPE, text=True, timeout=180
+    )
+    os.close(out)
+    assert done.returncode == 2
+    assert f"main.py: error: the memory plan can't be written to stdout ({reason})" in done.stderr
+    assert len(done.stderr.splitlines()) == 2, done.stderr  # with "1 prompts, 0 done before"
+    assert records(tmp_path / "out") == {}
 
 
 # ---- fuzz of what a run reads --------------------------------------------------------------------
