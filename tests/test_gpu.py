@@ -6,6 +6,7 @@ Random weights have flat logits, where rounding soon changes texts: states are c
 from __future__ import annotations
 
 import importlib.util
+from functools import cached_property
 from types import SimpleNamespace
 
 import numpy as np
@@ -294,6 +295,16 @@ class Real:
         out = self.exact.generate(prompt, attention_mask=mask, do_sample=False, **options)
         return out[0, len(ids) :].tolist()
 
+    @cached_property
+    def long_answers(self) -> list[list[int]]:
+        """Of the full length each, without a stop token."""
+        return [
+            self.generate(ids, min_new_tokens=LENGTH)
+            if answer[-1] in self.chat.stop_ids
+            else answer
+            for ids, answer in zip(self.prompts, self.answers, strict=True)
+        ]
+
     def check(self, number: int, mine: list[int]) -> None:
         """The answer of transformers, or one that leaves it at a near-tie of its own logits."""
         theirs = self.answers[number]
@@ -374,8 +385,7 @@ def test_logits_in_bfloat16_err_no_more_than_those_of_transformers(real, way):
     """8 prompts x 64 positions: root mean square against transformers in float32."""
     model, rounded = real.ours(BF16), real.theirs(BF16)
     mine, other, count = 0.0, 0.0, 0
-    for ids in real.prompts:
-        answer = real.generate(ids, min_new_tokens=LENGTH)
+    for ids, answer in zip(real.prompts, real.long_answers, strict=True):
         whole = torch.tensor([ids + answer[:-1]], device=CUDA)
         with torch.inference_mode():
             exact = real.exact(whole).logits[0, len(ids) - 1 :].double()
@@ -392,7 +402,10 @@ def test_logits_in_bfloat16_err_no_more_than_those_of_transformers(real, way):
 MODELS = ["--llm_name", "SmolLM2-135M-Instruct", "--reward_model_name", "SmolLM2-135M-Reward"]
 METHODS = {
     "best of n": ["--batch_size", "16"],
-    "rejection": ["--speculative_rejection", "--init_batch_size", "64", "--kv_cache_gb", "0.3"],
+    "rejection": [
+        *("--speculative_rejection", "--init_batch_size", "32", "--kv_cache_gb", "1"),
+        *("--schedule", "halving", "--min_tokens", "16"),
+    ],
 }
 
 
