@@ -7,8 +7,9 @@ made by torch in its own format and is never read by the suite.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from suite.processes import Processes
@@ -31,6 +32,24 @@ def recorded(wanted: bool, folder: Path, processes: Processes) -> Iterator[None]
     try:
         yield
     finally:
-        path = folder / f"memory_process_{processes.rank}.pickle"
-        torch.cuda.memory._dump_snapshot(str(path))
+        _store(folder / f"memory_process_{processes.rank}.pickle")
+
+
+def _store(path: Path) -> None:
+    """The snapshot, whole or not at all. Without room for it the run ends as it would have."""
+    import torch
+
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        torch.cuda.memory._dump_snapshot(str(beside))
+        os.replace(beside, path)
+    except (OSError, MemoryError, RuntimeError) as e:  # the last: of a GPU that failed
+        log.warning("%s could not be written (%s); the answers are safe", path, _in_words(e))
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+    finally:
         torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def _in_words(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -42,8 +42,8 @@ LARGEST_RECORD_BYTES = 4 * 2**30
 OURS = re.compile(r"(?P<models>.+)_prompt_(?P<index>[0-9]{4,13})\.json")
 FAILURES = "failures.jsonl"
 LEFT_OVER = re.compile(
-    r"\.(probe|failures\.jsonl|\.finished\.0\.jsonl|.+_prompt_[0-9]{4,13}"
-    r"(\.json|\.hidden\.[0-9]+\.safetensors))\.[0-9]+\.tmp"
+    r"\.(probe|failures\.jsonl|\.finished\.0\.jsonl|memory_process_[0-9]+\.pickle|"
+    r".+_prompt_[0-9]{4,13}(\.json|\.hidden\.[0-9]+\.safetensors))\.[0-9]+\.tmp"
 )
 
 

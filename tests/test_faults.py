@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,15 @@ from engine.ops import TorchOps
 from generator import Generator
 from rewards.function_reward import FunctionReward
 from suite.files import NotWritten
+from suite.memory_history import recorded
 from suite.model_files import check_folder
 from suite.models import ModelSource
+from suite.processes import Processes
 from suite.progress import Progress
 from suite.prompts import load_prompts
 from suite.records import FolderRefused
 from suite.settings import PROJECT
+from suite.stopping import Stopped
 from tests.launch import environment, records
 from tests.method_runs import run_search, scores, texts
 from tests.test_engine_gguf import write_gguf
@@ -308,6 +311,57 @@ def test_a_disk_that_fills_while_the_embedded_model_is_converted(
     assert [path.name for path in cache.iterdir()] == [".it.lock"]
     monkeypatch.undo()
     assert check_folder(source.ready(), "generator") == "LlamaForCausalLM"
+
+
+@pytest.fixture
+def history(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Stands in for torch's recorder on a GPU: what it was told."""
+    told: list[Any] = []
+
+    def dump(path: str) -> None:
+        told.append(Path(path).name)
+        Path(path).write_bytes(bytes(4000))
+
+    monkeypatch.setattr(
+        "torch.cuda.memory._record_memory_history", lambda **given: told.append(given)
+    )
+    monkeypatch.setattr("torch.cuda.memory._dump_snapshot", dump)
+    return told
+
+
+ON_A_GPU = Processes(1, 2, torch.device("cuda"))
+
+
+def test_a_snapshot_of_memory_appears_whole(tmp_path: Path, history: list[Any]) -> None:
+    with recorded(True, tmp_path, ON_A_GPU):
+        assert len(history) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["memory_process_1.pickle"]
+    assert history[-1] == {"enabled": None}
+    with recorded(False, tmp_path, ON_A_GPU):
+        pass
+    assert len(history) == 3
+
+
+@pytest.mark.parametrize("error", [None, Stopped("stopped by SIGTERM", 143), KeyError("a bug")])
+def test_a_snapshot_on_a_full_disk_changes_nothing_else(
+    tmp_path: Path, history: list[Any], caplog: Any, error: BaseException | None
+) -> None:
+    """The run ends as it would have without --record_memory; an older snapshot stays whole."""
+    (tmp_path / "memory_process_1.pickle").write_bytes(b"older")
+    ends = pytest.raises(type(error)) if error else nullcontext()
+    with files_of_at_most(1000), ends, recorded(True, tmp_path, ON_A_GPU):
+        if error:
+            raise error
+    assert "memory_process_1.pickle could not be written (File too large)" in caplog.text
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"older"]
+    assert history[-1] == {"enabled": None}
+
+
+def test_snapshots_that_a_killed_run_left_half_written_are_removed(tmp_path: Path) -> None:
+    left = tmp_path / ".memory_process_3.pickle.77.tmp"
+    left.write_bytes(b"half")
+    with opened(tmp_path):
+        assert not left.exists()
 
 
 class FullLog(io.StringIO):
