@@ -102,10 +102,13 @@ class ModelReward:
             yield from map(self._ids, parts)
             return
         with ThreadPoolExecutor(1, "text") as pool:
-            for future in [pool.submit(self._timed_ids, part) for part in parts]:
+            coming = pool.submit(self._timed_ids, parts[0])
+            for i in range(len(parts)):
                 start = time.perf_counter()
-                ids = future.result()
+                ids = coming.result()
                 self.text_wait_sec += time.perf_counter() - start
+                if i + 1 < len(parts):  # one part ahead: a run that is stopped waits for no more
+                    coming = pool.submit(self._timed_ids, parts[i + 1])
                 yield ids
 
     def _timed_ids(self, candidates: Sequence[Candidate]) -> list[np.ndarray]:
