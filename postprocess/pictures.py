@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 STYLES = {"Bo": ("#0072B2", "o"), "SpR": ("#D55E00", "s"), "SpRF": ("#009E73", "^")}
 NAMES = {"Bo": "Best-of-N", "SpR": "Speculative Rejection", "SpRF": "with refill"}
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")
+NEAR = 6  # points between a point and its label
 PARTS = (1, 1.25, 1.5, 1.75)  # of an octave, for narrow axes
 
 
@@ -91,32 +92,41 @@ def place_labels(
     labels: Sequence[str],
     colors: Sequence[str],
 ) -> None:
-    """A label beside each point where it hides neither a point, a line nor an earlier label.
+    """A label beside each point where it hides neither a point, a line, the legend nor a label.
 
-    Tries the places around the point, near ones first, and keeps the one with the least overlap.
+    Tries the places around the point, near ones first, and keeps the one with the least overlap;
+    a white rim keeps it legible where a line must pass below.
     """
+    from matplotlib.patheffects import withStroke
+
+    rim = [withStroke(linewidth=2, foreground="white")]
     figure = axes.figure
     figure.canvas.draw()
     renderer = figure.canvas.get_renderer()
     radius = 5 * figure.dpi / 72
     taken = [_around(axes.transData.transform(point), radius) for point in points]
-    strokes = [line.get_xydata() for line in axes.lines]
-    strokes += [stroke for bars in axes.collections for stroke in bars.get_segments()]
-    drawn = [_around(spot, radius / 4) for stroke in strokes for spot in _along(stroke, axes)]
+    lines = [line.get_xydata() for line in axes.lines]
+    bars = [stroke for found in axes.collections for stroke in found.get_segments()]
+    drawn, faint = (
+        [_around(spot, radius / 4) for stroke in strokes for spot in _along(stroke, axes)]
+        for strokes in (lines, bars)
+    )
+    if axes.get_legend():
+        taken.append(tuple(axes.get_legend().get_window_extent(renderer).extents))
     frame = axes.get_window_extent(renderer)
     for point, label, color in zip(points, labels, colors, strict=True):
         text = axes.annotate(label, point, (0, 0), textcoords="offset points", fontsize=8)
-        text.set_color(color)
+        text.set(color=color, path_effects=rim)
         best = (math.inf, _places()[0], (0.0, 0.0, 0.0, 0.0))
         for place in _places():
             _move(text, place)
             box = text.get_window_extent(renderer).extents
             cost = sum(_overlap(box, other) for other in taken) + _outside(box, frame)
             cost += sum(_overlap(box, other) for other in drawn) / 4
+            cost += sum(_overlap(box, other) for other in faint) / 16
+            cost += 4 * (math.hypot(*place[0]) - NEAR)  # far from its point it is read as another's
             if cost < best[0]:
                 best = (cost, place, tuple(box))
-            if cost == 0:
-                break
         _move(text, best[1])
         taken.append(best[2])
 
@@ -149,7 +159,7 @@ def _places() -> list[tuple[tuple[int, int], str, str]]:
     )
     return [
         ((x * size, y * size), horizontal[x], vertical[y])
-        for size in (6, 13, 20)
+        for size in (NEAR, 10, 15, 20)
         for x, y in around
     ]
 

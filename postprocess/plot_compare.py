@@ -161,7 +161,7 @@ def draw(
             ("relative_tokens", f"relative tokens (generated + scored, {unit})", by_tokens)
         )
     figure, axes = plt.subplots(
-        1, len(panels), figsize=(6.2 * len(panels), 4.6), squeeze=False, sharey=True
+        1, len(panels), figsize=(6.2 * len(panels), 5.4), squeeze=False, sharey=True
     )
     for ax, (field, label, shown_here) in zip(axes[0], panels, strict=True):
         _draw_panel(ax, [c for c in shown_here if (getattr(c, field) or 0) > 0], field)
@@ -184,15 +184,32 @@ def _draw_panel(ax: Axes, comparisons: Sequence[Comparison], field: str) -> None
         errors = [[max(s - low, 0) for s, (low, _) in zip(y, around, strict=True)]]
         errors.append([max(high - s, 0) for s, (_, high) in zip(y, around, strict=True)])
         ax.errorbar(x, y, errors, fmt="none", ecolor=color, alpha=0.35, capsize=2)
-        ax.plot(x, y, marker=marker, color=color, linestyle="--", label=pictures.NAMES[kind])
+        ax.plot(x, y, marker=marker, color=color, linestyle="--", label=_series(kind, rows))
     if comparisons:
         pictures.log_axis(ax, [getattr(c, field) for c in comparisons])
-        ax.legend(loc="lower right", frameon=False)
+        ax.legend(loc="best", frameon=False)
+
+
+def _series(kind: str, rows: Sequence[Comparison]) -> str:
+    """In the legend, with what all points of the kind share: it need not stand beside each."""
+    name = pictures.NAMES[kind] + _shared_extra(rows).replace("_", ", ")
+    return name if kind == "Bo" else f"{name}, by α"
+
+
+def _shared_extra(rows: Sequence[Comparison]) -> str:
+    extras = {c.run.method.extra for c in rows}
+    return extras.pop() if len(extras) == 1 else ""
 
 
 def _label_panel(ax: Axes, comparisons: Sequence[Comparison], field: str) -> None:
+    shared = {
+        kind: _shared_extra([c for c in comparisons if c.run.method.kind == kind]).replace("_", " ")
+        for kind in pictures.STYLES
+    }
     labels = [
-        ("N = " if c.run.method.kind == "Bo" else "α = ") + c.run.method.label for c in comparisons
+        ("N = " if c.run.method.kind == "Bo" else "")
+        + c.run.method.label.removesuffix(shared[c.run.method.kind])
+        for c in comparisons
     ]
     colors = [pictures.STYLES[c.run.method.kind][0] for c in comparisons]
     pictures.place_labels(ax, [(getattr(c, field), c.score) for c in comparisons], labels, colors)

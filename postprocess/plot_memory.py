@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -25,6 +25,10 @@ from postprocess.command import EXIT_OK, EXIT_WRONG, LOG, Refused, guarded, pars
 from postprocess.reading import BadFile, count_of, load_objects, shown
 from postprocess.rounds import Round, rounds_of
 from postprocess.runs import Run, load_runs
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.transforms import Bbox
 
 UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 
@@ -128,6 +132,7 @@ def draw(
     for part, style in parts:
         top.plot(lengths[part], rows[part], style, color=pictures.CYCLE[0])
         bottom.plot(lengths[part], [b / size for b in used[part]], style, color=pictures.CYCLE[1])
+    bottom.lines[0].set_label("generator's cache")
     if max(rows) > 8 * min(rows) > 0:
         top.set_yscale("log")
         top.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -136,9 +141,6 @@ def draw(
     else:
         top.set_ylim(0, 1.1 * max(rows))
     top.set_ylabel("rows")
-    for current in rounds:
-        spot = (current.stop_length, current.rows)
-        top.annotate(f"{current.rows}", spot, (3, 3), textcoords="offset points", fontsize=8)
     room = room_of(item, rounds)
     if room:
         bottom.axhline(
@@ -148,17 +150,42 @@ def draw(
     if any(reward):
         spots = [r.stop_length for r in rounds]
         label = "reward model's cache at the rejections"
-        bottom.plot(spots, [b / size for b in reward], "^", color=pictures.CYCLE[2], label=label)
+        bottom.plot(
+            spots,
+            [b / size for b in reward],
+            "^",
+            color=pictures.CYCLE[2],
+            label=label,
+            clip_on=False,
+        )
     if room or any(reward):
-        bottom.legend(frameon=False, loc="best")
-    bottom.set_ylabel(f"generator's KV cache, {unit}")
+        bottom.legend(frameon=False, loc="best", fontsize=9)
+    bottom.set_ylabel(f"KV cache, {unit}")
     bottom.set_xlabel("answer length, tokens")
     bottom.set_ylim(bottom=0)
     top.set_title(
         args.title or f"{run.method.name}, {run.llm} with {run.reward}, prompt {idx}", fontsize=10
     )
     figure.tight_layout()
+    _label_rows(top, corners, measured)
     return pictures.save(figure, args.out, f"memory_{run.name}_prompt_{idx}", args.show)
+
+
+def _label_rows(axes: Axes, corners: Sequence[tuple[float, float, float]], measured: int) -> None:
+    """Rows at each rejection and at the end; a number that would touch another is left out."""
+    axes.figure.canvas.draw()  # the limits are final: sizes can be measured
+    renderer = axes.figure.canvas.get_renderer()
+    taken: list[Bbox] = []
+    for number, (length, rows, _) in enumerate([corners[-1], *corners[1:measured:2]]):
+        where, level = ((3, 3), "baseline") if number else ((3, 0), "center")
+        text = axes.annotate(
+            f"{rows:.0f}", (length, rows), where, textcoords="offset points", fontsize=8, va=level
+        )
+        box = text.get_window_extent(renderer)
+        if any(box.overlaps(other) for other in taken):
+            text.remove()
+        else:
+            taken.append(box)
 
 
 def work(args: argparse.Namespace) -> int:

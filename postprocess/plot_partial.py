@@ -116,8 +116,9 @@ def draw(pair: str, bins: dict[int, Bin], rows: list[list], args: argparse.Names
         dots = found.dots
         step = math.ceil(len(dots) / MAX_DOTS)
         x, y = zip(*dots[::step], strict=True)
+        size = 4 if len(x) > 100 else 8
         left.plot(
-            x, y, ".", color=color, alpha=0.4, markersize=4, label=f"about {found.length} tokens"
+            x, y, ".", color=color, alpha=0.5, markersize=size, label=f"about {found.length} tokens"
         )
     early = [x for found in chosen for x, _ in found.dots]
     low, high = np.percentile(early, [0.5, 99.5])
@@ -125,7 +126,9 @@ def draw(pair: str, bins: dict[int, Bin], rows: list[list], args: argparse.Names
     left.set_xlabel("score of the text so far")
     left.set_ylabel("final score")
     left.set_title("each prompt's scores on the scale of its final scores", fontsize=10)
-    left.legend(frameon=False, markerscale=2)
+    legend = left.legend(framealpha=0.85, edgecolor="none")
+    for handle in legend.legend_handles:
+        handle.set(markersize=9, alpha=1)
     middle = [row[3] for row in rows]
     errors = [
         [
@@ -146,7 +149,7 @@ def draw(pair: str, bins: dict[int, Bin], rows: list[list], args: argparse.Names
     right.set_ylabel("rank correlation with the final score")
     right.set_title("mean over prompts, 95 % interval", fontsize=10)
     figure.suptitle(args.title or pair.replace("_", " with "))
-    figure.tight_layout()
+    figure.tight_layout(w_pad=2.5)
     return pictures.save(figure, args.out, f"partial_{pair}", args.show)
 
 
