@@ -2,13 +2,18 @@
 
 Checks first, so that no judge is paid for files that alpaca_eval would misread; then judges with
 a cache of its own (win_rate/judge_cache/), one annotations folder a generator, and fails when a
-judgement is missing. Judges:   --judge openai   the published GPT-4 judge; the key is read from
-OPENAI_API_KEY   --judge_url URL --judge_model NAME   any OpenAI-compatible endpoint that gives
-log-probabilities   --judge reward   offline: a reward model scores both answers, preference =
-sigmoid(score difference)   --judge scores   offline: the same with the scores in the files, that
-is by the model that chose the answers The last two say nothing that a GPT-4 win rate says, and
-are named for what they are. The length-controlled rate needs df_gamed.csv (--df_gamed FILE, or
-the hub's cache, or a network); it knows AlpacaEval's instructions by row number.
+judgement is missing. Judges:
+
+  --judge openai                    the published GPT-4 judge; the key is read from OPENAI_API_KEY
+  --judge_url URL --judge_model M   any OpenAI-compatible endpoint that gives log-probabilities
+  --judge reward                    offline: a reward model scores both answers,
+                                    preference = sigmoid(score difference)
+  --judge scores                    offline: the same with the scores in the files, that is by
+                                    the model that chose the answers
+
+The last two say nothing that a GPT-4 win rate says, and are named for what they are. The
+length-controlled rate needs df_gamed.csv (--df_gamed FILE, or the hub's cache, or a network); it
+knows AlpacaEval's instructions by row number.
 
 Exit codes: 0 done; 1 a check or the judge failed; 2 no files, or a bad command line.
 """
