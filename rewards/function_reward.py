@@ -2,7 +2,8 @@
 
 It returns one number for each answer. Text only, no state between rounds. What it does wrong (an
 exception, the wrong number of results, something that is no number, too slow) fails the prompt with
-the reason, never the run.
+the reason, never the run. It has a working folder of its own: where it calls os.chdir, the run's
+relative paths stay what they were.
 """
 
 from __future__ import annotations
@@ -10,14 +11,40 @@ from __future__ import annotations
 import importlib
 import math
 import operator
+import os
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from engine.candidates import Candidate
 from rewards.base import RewardFailed
 from rewards.model_reward import Decode
+
+
+class _WorkingFolder:
+    """Of the user's code, from its import on; the process has only one at a time."""
+
+    def __init__(self) -> None:
+        self._theirs: str | None = None  # where it is not the run's
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        ours = _current_folder()
+        if self._theirs is not None:
+            with suppress(OSError):  # they may have removed it
+                os.chdir(self._theirs)
+        try:
+            yield
+        finally:
+            theirs = _current_folder()
+            self._theirs = theirs if theirs != ours else None
+            if ours is not None and theirs != ours:
+                os.chdir(ours)
+
+
+working_folder = _WorkingFolder()
 
 
 class FunctionReward:
@@ -47,7 +74,9 @@ class FunctionReward:
             return []
         answers = self.decode([c.answer for c in candidates])
         try:
-            return self._checked(self._call(answers), len(candidates))
+            with working_folder.entered():
+                scores = self._call(answers)
+            return self._checked(scores, len(candidates))
         except RewardFailed:
             raise
         except (Exception, SystemExit) as error:  # what a user's function raises fails the prompt
@@ -90,6 +119,14 @@ class FunctionReward:
         pass
 
 
+def _current_folder() -> str | None:
+    """None where somebody has removed it."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return None
+
+
 def _listed(scores: Any) -> list[Any]:
     """A list, array or generator of scores; runs what is left of the user's code."""
     if isinstance(scores, (Mapping, str, bytes)):
@@ -109,7 +146,8 @@ def load_function(name: str) -> Callable:
     """`module:function`. Raises ValueError where there is none, or it can't be called."""
     module, _, attribute = name.partition(":")
     try:
-        function = operator.attrgetter(attribute)(importlib.import_module(module))
+        with working_folder.entered():
+            function = operator.attrgetter(attribute)(importlib.import_module(module))
     except (Exception, SystemExit) as error:  # importing runs the user's code
         raise ValueError(
             f"reward {name!r}: {type(error).__name__}: {error}; it must be importable from here"

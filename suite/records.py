@@ -66,7 +66,7 @@ class RunFolder:
     """The files of one run. Its first process opens it; others may write their own prompts."""
 
     def __init__(self, folder: Path, settings: Settings, num_processes: int, rank: int = 0) -> None:
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # a user's function may change the working folder
         self._settings = settings
         self._rank = rank
         self.is_shared = settings.parallel == "candidates"  # every process works on every prompt

@@ -220,6 +220,61 @@ def test_a_function_ends_no_run(function: Any, reason: str, timeout: float | Non
         reward.score([Candidate(0, np.zeros(1, np.int64)), Candidate(1, np.zeros(1, np.int64))])
 
 
+WANDERS = """
+import os, pathlib, time
+
+home = pathlib.Path(__file__).parent
+(home / "far" / "off").mkdir(parents=True, exist_ok=True)
+if WHEN == "import":
+    os.chdir(home / "far")
+
+def score(prompt, answers):
+    if WHEN == "import":
+        assert os.getcwd() == str(home / "far")  # its own folder stays as it was left
+    if WHEN == "late":
+        time.sleep(0.3)  # three prompts later
+    os.chdir(home / "far" / "off")
+    if WHEN == "late":
+        os.chdir(home)
+    if WHEN == "import":
+        os.chdir(home / "far")
+    return [float(len(answer)) for answer in answers]
+"""
+
+
+@pytest.mark.parametrize("when", ["import", "call", "call in time", "late"])
+def test_a_function_that_changes_the_working_folder(
+    tiny_models: Path, tmp_path: Path, when: str
+) -> None:
+    """Every path of the command is relative to where it was typed; so are the files it makes."""
+    typed, home = tmp_path / "typed", tmp_path / "home"
+    for folder in (typed, home):
+        folder.mkdir()
+    (home / "wanders.py").write_text(WANDERS.replace("WHEN", repr(when)))
+    (typed / "p.json").write_text(json.dumps([{"prompt": f"prompt {i}"} for i in range(8)]))
+    (typed / "models").symlink_to(tiny_models)
+    line = [sys.executable, str(PROJECT / "main.py"), "--reward_model_name", "wanders:score"]
+    line += ["--model_dir", "models", "--llm_name", "tiny-llama", "--data_filename", "p.json"]
+    line += ["--output_folder", "out", "--max_gen_tokens", "4", "--batch_size", "2"]
+    if when in ("call in time", "late"):
+        line += ["--reward_timeout", "0.1" if when == "late" else "60"]
+    done = subprocess.run(
+        line,
+        cwd=typed,
+        env=environment() | {"PYTHONPATH": str(home)},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == (1 if when == "late" else 0), done.stderr
+    if when == "late":
+        assert len((typed / "out" / "failures.jsonl").read_text().splitlines()) == 8
+    else:
+        assert len(records(typed / "out")) == 8
+    made = {path.name for path in home.rglob("*") if path.suffix != ".pyc"}
+    assert made <= {"wanders.py", "far", "off", "__pycache__"}
+
+
 # ---- files ---------------------------------------------------------------------------------------
 
 
