@@ -327,6 +327,21 @@ def test_an_error_at_each_step_of_writing(
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
 
 
+def test_a_relative_folder_stays_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some = prompts(2)
+    monkeypatch.chdir(tmp_path)
+    with opened(Path("out")) as run:
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        run.write(some[0], objects(some[0]))
+        run.record_failure(some[1], "a reason")
+        assert run.finished(some) == {0}
+    assert (tmp_path / "out" / "failures.jsonl").exists() and run.path(0).exists()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
 # ---- failures ------------------------------------------------------------------------------------
 
 
