@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import main
 from engine.candidates import Candidate, End
 from engine.kv_cache import PagedKV
 from engine.ops import TorchOps
@@ -25,7 +26,7 @@ TRIPLES = [
         "The capital of France is Paris. It lies on the river Seine and is home to about two "
         "million people.",
         "I don't know, maybe London or something. Why do you ask me that?",
-        (0.96621, -1.86677),
+        (1.21334, -1.98594),
     ),
     (
         "Give me three tips for sleeping better.",
@@ -33,14 +34,14 @@ TRIPLES = [
         "3. Avoid screens and caffeine in the hours before bed.",
         "Sleep sleep sleep sleep sleep sleep sleep. Bed is bed. You should just sleep more, it is "
         "not that hard.",
-        (1.57908, -1.59546),
+        (1.20699, -1.8436),
     ),
     (
         "How do I make a cup of tea?",
         "Boil fresh water, put a tea bag in a cup and pour the water over it. Let it steep for "
         "three to five minutes, then take the bag out and add milk or sugar to taste.",
         "You can make tea by by by using the using the tea. Asdf qwer zxcv.",
-        (0.32375, -1.51435),
+        (0.76028, -1.62038),
     ),
 ]
 
@@ -118,3 +119,18 @@ def test_engine_and_peft_agree(reward):
             with torch.no_grad():
                 other = theirs(torch.tensor([ids]), torch.tensor([len(ids) - 1]))
             assert float(other.reshape(-1)[0]) == pytest.approx(mine, abs=1e-3)
+
+
+def test_the_shipped_value_head_ranks_a_real_run(tmp_path):
+    """It belongs to the shipped reward model; its values, not the scores, decide who is cut."""
+    head = str(Path(SHIPPED_REWARDS[NAME]) / "value_head.safetensors")
+    given = ["--num_prompts", "1", "--max_gen_tokens", "40", "--speculative_rejection", "--refill"]
+    given += ["--init_batch_size", "4", "--schedule", "fixed:16", "--value_head", head]
+    given += ["--kv_cache_gb", "0.2", "--output_folder", str(tmp_path / "run")]
+    assert main.main(given) == 0
+    (made,) = json.loads(next((tmp_path / "run").glob("*_prompt_*.json")).read_text())
+    first = made["rounds"][0]
+    assert len(first["values"]) == len(first["scores"]) == 4
+    assert first["values"] != first["scores"]
+    assert first["kept"] == 2
+    assert first["cutoff"] == sorted(first["values"])[-2]

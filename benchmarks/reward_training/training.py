@@ -39,11 +39,11 @@ logger = logging.getLogger(__name__)
 class Recipe:
     """What decides the trained weights; a checkpoint is resumed under the same recipe only."""
 
-    rank: int = 16
-    lora_alpha: float = 32.0
+    rank: int = 8
+    lora_alpha: float = 16.0
     lora_dropout: float = 0.0
     epochs: int = 2
-    lr: float = 3e-4
+    lr: float = 6e-4
     warmup_fraction: float = 0.05
     weight_decay: float = 0.01
     batch_pairs: int = 64
