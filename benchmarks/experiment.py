@@ -8,16 +8,13 @@ order. The whole objects of the first prompts lie in OUT/full, for postprocess/.
 report is written (benchmarks/experiment_report.py).
 
 Memory: Speculative Rejection has the bytes in which --fit_rows rows of --max_gen_tokens answer
-tokens just fit (computed from the config, printed, stored), and shares them with the reward
-model's cache (--reward_cache on); as a side question alpha 0.5 runs undivided, reading again in
-every round.
+tokens just fit (computed from the config, printed, stored). Whether the reward model's cache shares
+them is --reward_cache; as a side question alpha 0.5 runs the other way.
 
-Expected on an H200 with the default models (from benchmarks/LOG.md's 1.13, 2.3 and 13.7 ms a step
-at 120, 1,000 and 8,000 rows; not measured yet): 90 s of start and recorded graphs a call. A prompt:
-8 s of pool, 2 s a value of alpha and seed, so 26 s with one seed and 44 s with two. On each of ten
-prompts also: timing 13 s, self-reward 11 s, side questions 4 s. 25 prompts: 1,050 s with one seed,
-1,500 s with both; 100 prompts: 3,000 s and 4,800 s. With --block 120 each process of the paper's
-runs (seeds 0 to 31, 120 candidates) draws its own stream: about 40 s a pool instead of 8.
+Seen on one H200 with the default models and --reward_cache on: 18 s of start; a prompt 11 s of pool
+and some 1.8 s a value of alpha and seed; timing about 15 s a prompt, self-reward with two alphas
+about 8 s. With --block 120 each process of the paper's runs (seeds 0 to 31, 120 candidates) draws
+its own stream, and a pool takes several times as long.
 """
 
 from __future__ import annotations
@@ -166,6 +163,7 @@ def _base(args: argparse.Namespace) -> Settings:
         dtype=args.dtype,
         max_tokens=args.max_tokens,
         max_gen_tokens=args.max_gen_tokens,
+        reward_cache=args.reward_cache,
         data_filename=args.data_filename,
         local_files_only=args.local_files_only,
     )
@@ -192,6 +190,7 @@ def _parser() -> argparse.ArgumentParser:
         )
     made.add_argument("--max_tokens", type=int, default=default.max_tokens)
     made.add_argument("--max_gen_tokens", type=int, default=1024)
+    made.add_argument("--reward_cache", choices=("on", "off", "auto"), default="auto")
     made.add_argument("--llm_name", default=default.llm_name)
     made.add_argument("--reward_model_name", default=default.reward_model_name)
     made.add_argument("--model_dir", default=None)

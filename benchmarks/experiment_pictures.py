@@ -52,12 +52,14 @@ def _accounts(report: Report, folder: Path) -> list[Path]:
         for kind, pairs in points.items():
             color, marker = pictures.STYLES[kind]
             x, y = zip(*pairs, strict=True)
-            ax.plot(x, y, marker=marker, color=color, linestyle="--", label=pictures.NAMES[kind])
-        for method, (x, y) in zip(methods, points["SpR"], strict=True):
-            ax.annotate(method.name, (x, y), (4, -10), textcoords="offset points", fontsize=8)
-        pictures.log_axis(ax, [x for pairs in points.values() for x, _ in pairs])
-        low = min(y for _, y in points["SpR"])
-        ax.set_ylim(bottom=min(low, 90) - 2)
+            line = "--" if kind == "Bo" else ""  # alphas are no curve of cost
+            ax.plot(x, y, marker=marker, color=color, linestyle=line, label=pictures.NAMES[kind])
+        low = min(min(y for _, y in points["SpR"]), 90) - 2
+        ax.set_ylim(bottom=low)
+        pictures.log_axis(ax, [x for pairs in points.values() for x, y in pairs if y >= low])
+        names = [method.name for method in methods]
+        color = pictures.STYLES["SpR"][0]
+        pictures.place_labels(ax, points["SpR"], names, [color] * len(names))
         ax.set_xlabel(LABELS[account])
     axes[0][0].set_ylabel("score (the pool's best = 100)")
     axes[0][0].legend(loc="lower right", frameon=False)

@@ -29,7 +29,7 @@ class Size:
     alphas: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
     seeds: tuple[int, ...] = (0, 1)
     timed_prompts: int = 10
-    side_prompts: int = 10  # self-reward, partial scores, reading again
+    side_prompts: int = 10  # self-reward, partial scores, the reward model's cache
     self_pool: int = 960
     self_alphas: tuple[float, ...] = (0.3, 0.5, 0.7, 0.9)
     again_alphas: tuple[float, ...] = (0.5,)
@@ -82,8 +82,15 @@ def rejection_name(alpha: float, seed: int) -> str:
     return f"alpha {alpha:g} seed {seed}"
 
 
-def again_name(alpha: float) -> str:
-    return f"alpha {alpha:g} read again"
+def other_cache(reward_cache: str) -> str:
+    """What the side question forces beside the main runs' `reward_cache`."""
+    return "off" if reward_cache == "on" else "on"
+
+
+def again_name(alpha: float, reward_cache: str) -> str:
+    """The side question's runs, beside main runs with this `reward_cache`."""
+    what = {"off": "read again", "on": "cache kept"}[other_cache(reward_cache)]
+    return f"alpha {alpha:g} {what}"
 
 
 def self_name(alpha: float) -> str:
@@ -101,7 +108,7 @@ def packed_name(n: int) -> str:
 def groups(size: Size, base: Settings) -> list[list[Config]]:
     """The configurations, those worth most first; a group is done for a chunk of prompts."""
     first, *others = size.seeds
-    whole = replace(base, speculative_rejection=False, seed=0)
+    whole = replace(base, speculative_rejection=False, seed=0, reward_cache="auto")
     pool = Config(
         POOL,
         "pool",
@@ -115,7 +122,7 @@ def groups(size: Size, base: Settings) -> list[list[Config]]:
 
 
 def _rejection(size: Size, base: Settings, alpha: float, seed: int) -> Config:
-    settings = replace(base, speculative_rejection=True, alpha=alpha, seed=seed, reward_cache="on")
+    settings = replace(base, speculative_rejection=True, alpha=alpha, seed=seed)
     return Config(rejection_name(alpha, seed), "rejection", "shared", settings, (seed,))
 
 
@@ -138,30 +145,31 @@ def _timing(size: Size, whole: Settings) -> list[Config]:
 
 def _self_reward(size: Size, base: Settings) -> list[Config]:
     own = replace(base, reward_model_name=base.llm_name)
-    pool = replace(own, speculative_rejection=False, batch_size=size.self_pool)
+    pool = replace(own, speculative_rejection=False, batch_size=size.self_pool, reward_cache="auto")
     made = [Config(SELF_POOL, "self_reward", "self pool", pool, (0,), size.side_prompts)]
     for alpha in size.self_alphas:
-        settings = replace(own, speculative_rejection=True, alpha=alpha, reward_cache="on")
+        settings = replace(own, speculative_rejection=True, alpha=alpha)
         name = self_name(alpha)
         made.append(Config(name, "self_reward", "self shared", settings, (0,), size.side_prompts))
     return made if size.self_alphas else []
 
 
 def _side(size: Size, base: Settings) -> list[Config]:
-    """Partial scores of candidates that nobody cuts; no reward cache, the memory undivided."""
+    """Partial scores of candidates that nobody cuts; and the reward model's cache the other way."""
     lengths = [n for n in (16, 32, 64, 128, 256, 512) if n < base.max_gen_tokens]
     partial = replace(
         base,
         speculative_rejection=False,
         batch_size=size.fit_rows,
+        reward_cache="auto",
         log_partial=",".join(map(str, lengths)) or None,
     )
     made = [Config(PARTIAL, "partial", "partial", partial, (0,), size.side_prompts)]
+    cache = other_cache(base.reward_cache)
     for alpha in size.again_alphas:
-        settings = replace(base, speculative_rejection=True, alpha=alpha, reward_cache="off")
-        made.append(
-            Config(again_name(alpha), "rejection", "undivided", settings, (0,), size.side_prompts)
-        )
+        name = again_name(alpha, base.reward_cache)
+        settings = replace(base, speculative_rejection=True, alpha=alpha, reward_cache=cache)
+        made.append(Config(name, "rejection", "other", settings, (0,), size.side_prompts))
     return made
 
 
@@ -187,7 +195,7 @@ def memory_settings(config: Config, size: Size, just_fit_bytes: int) -> Settings
     """Settings to plan a kind of memory with, `kv_cache_gb` included.
 
     `just_fit_bytes` holds `fit_rows` rows of full length. Speculative Rejection has exactly that,
-    shared with the reward model's cache where it keeps one. The pools have what they need.
+    shared with the reward model's cache where one is kept. The pools have what they need.
     """
     gigabytes = {
         "pool": just_fit_bytes * size.pool / size.fit_rows,

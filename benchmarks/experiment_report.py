@@ -39,6 +39,7 @@ from benchmarks.experiment_plan import (
     POOL,
     SELF_POOL,
     again_name,
+    other_cache,
     rejection_name,
     self_name,
 )
@@ -83,7 +84,7 @@ class Report:
             f"{size.pool:,} candidates a prompt, {size.block:,} of each process seed; Speculative "
             f"Rejection in the memory of {size.fit_rows} full-length rows"
             + (f" ({sessions[-1]['just_fit_bytes'] / 1e9:.3f} GB)" if sessions else "")
-            + ", which the reward model's cache shares.",
+            + f", --reward_cache {stored['reward_cache']}.",
         ]
         if sessions:
             versions = ", ".join(f"{k} {v}" for k, v in sessions[-1]["versions"].items())
@@ -165,15 +166,17 @@ class Report:
         ]
 
     def again(self) -> str:
-        """Cache shared or memory undivided, on the prompts that have both."""
+        """The reward model's cache one way and the other, on the prompts that have both."""
         size, parts = self.size, []
+        cache = self.archive.settings()["reward_cache"]
         for alpha in size.again_alphas:
-            names = [rejection_name(alpha, size.seeds[0]), again_name(alpha)]
+            names = [rejection_name(alpha, size.seeds[0]), again_name(alpha, cache)]
             if chosen := whole(self.prompts, [POOL, *names]):
                 base = BestOfN(chosen, size)
+                ways = (cache, other_cache(cache))
                 rows = [
-                    searched(base, f"alpha {alpha:g}, {what}", [name])
-                    for what, name in zip(("cache shared", "read again"), names, strict=True)
+                    searched(base, f"alpha {alpha:g}, reward cache {way}", [name])
+                    for way, name in zip(ways, names, strict=True)
                 ]
                 head = f"The reward model's cache, {len(chosen)} prompts (waves: not compared):"
                 parts.append(head + "\n\n" + markdown(METHOD_HEADER, method_rows(base, rows, [])))

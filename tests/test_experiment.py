@@ -52,6 +52,7 @@ def small(command):
         *command, "--pool", "16", "--block", "8", "--fit_rows", "8", "--self_pool", "8",
         "--alphas", *ALPHAS, "--self_alphas", "0.5", "--timed_prompts", "2",
         "--side_prompts", "2", "--full_prompts", "1", "--chunk_prompts", "2",
+        "--reward_cache", "on",
     ]  # fmt: skip
 
 
@@ -120,7 +121,7 @@ def test_speculative_rejection_is_what_main_runs(command, made, tmp_path):
     # 2 layers x 2 heads x 8 x (keys, values) x 4 bytes; 7 pages of 32 tokens for each of 8 rows.
     assert sessions[0]["just_fit_bytes"] == 2 * 2 * 8 * 2 * 4 * 7 * 32 * 8
     assert (memory["pages"], memory["keeps_reward_cache"]) == (24, True)
-    assert sessions[0]["memory"]["undivided"]["rows_at_full_length"] == 8
+    assert sessions[0]["memory"]["other"]["rows_at_full_length"] == 8
     flags = ["--speculative_rejection", "--alpha", "0.5", "--seed", "1", "--reward_cache", "on"]
     runs = real_run(command, tmp_path, *flags, "--kv_cache_gb", str(memory["kv_cache_gb"]))
     for idx, item in runs.items():
@@ -154,7 +155,7 @@ def test_every_configuration_is_there_once_and_in_the_tables(made):
     assert set(lines_of(out)) == wanted
     assert sum(len(read(out / f"{f}.jsonl").splitlines()) for f in FILES) == len(wanted)
     for row in ("Best-of-8", "Best-of-16", *(f"alpha {a}, 2 seeds" for a in ALPHAS),
-                "alpha 0.5, read again", "alpha 0.5, cache shared"):  # fmt: skip
+                "alpha 0.5, reward cache on", "alpha 0.5, reward cache off"):  # fmt: skip
         assert f"| {row} |" in printed
     numbers = json.loads(printed.splitlines()[-1])
     assert [row["n"] for row in numbers["best_of_n"]] == [8, 16]
