@@ -56,6 +56,7 @@ class Plan:
     generator_kv_bytes: int
     reward_kv_bytes: int
     reward_max_prompt: int = 1
+    read_chunk_tokens: int = 0  # that one forward pass reads at the most
     weight_bytes: int = 0
     workspace_bytes: int = 0
     predicted_peak_bytes: int = 0

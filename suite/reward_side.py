@@ -18,7 +18,6 @@ from rewards.base import Reward
 from rewards.function_reward import FunctionReward, load_function
 from rewards.loading import RewardModel, load_reward_model
 from rewards.model_reward import ModelReward, SelfReward
-from suite.backend import READ_CHUNK_TOKENS
 from suite.chat import Chat, same_vocabulary
 from suite.models import resolve
 from suite.settings import Settings
@@ -98,5 +97,5 @@ def _reader(model: Transformer, ops: Ops, plan: Plan, *, same_text: bool) -> Rea
         dtype=model.dtype,
         device=model.device,
     )
-    chunk = READ_CHUNK_TOKENS[model.device.type]
-    return Reader(model, ops, cache, keep=plan.keep_reward_cache, chunk_tokens=chunk)
+    keep, chunk = plan.keep_reward_cache, plan.read_chunk_tokens
+    return Reader(model, ops, cache, keep=keep, chunk_tokens=chunk)

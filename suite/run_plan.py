@@ -21,6 +21,7 @@ from suite.backend import MAX_ROWS_AT_ONCE, PAGE_SIZE, READ_CHUNK_TOKENS
 from suite.settings import Settings
 
 CPU_KV_BYTES = 250_000_000  # on a CPU speed is the limit, not memory: a few hundred short rows
+LEAST_READ_TOKENS = 4096
 CPU_SHARE = 0.25  # of the free memory, where that is less
 
 
@@ -42,7 +43,9 @@ def plan_memory(
         weights += judge[0].weight_bytes
     prompts = generator.prompt_bytes + (reward.prompt_bytes if reward else 0)
     rows = min(MAX_ROWS_AT_ONCE, _most_rows(settings, generator, PAGE_SIZE[device.type]))
-    space = _workspace(model, judge[0] if judge else None, ops, sampler, rows)
+    longest = max(generator.max_prompt, reward.max_prompt if reward else 0)
+    chunk = read_chunk_tokens(settings, generator.token_bytes, longest, rows, device.type)
+    space = _workspace(model, judge[0] if judge else None, ops, sampler, rows, chunk)
     cache, why = _reward_cache(settings)
     plan = make_plan(
         _budget_bytes(settings, device, prompts, space),
@@ -58,6 +61,7 @@ def plan_memory(
     return dataclasses.replace(
         plan,
         why=why if why and plan.keep_reward_cache else plan.why,
+        read_chunk_tokens=chunk,
         weight_bytes=weights,
         workspace_bytes=max(space.decode_bytes, space.read_bytes),
         predicted_peak_bytes=weights
@@ -68,14 +72,33 @@ def plan_memory(
 
 
 def _workspace(
-    model: Transformer, reader: Transformer | None, ops: Ops, sampler: Sampler, rows: int
+    model: Transformer,
+    reader: Transformer | None,
+    ops: Ops,
+    sampler: Sampler,
+    rows: int,
+    chunk_tokens: int,
 ) -> Workspace:
     """Bytes of the largest forward passes; measured on a GPU, of no account on a CPU."""
     if model.device.type != "cuda":
         return Workspace()
     decode = measure_decode(model, ops, sampler, rows, PAGE_SIZE["cuda"])
-    read = measure_read(reader or model, ops, READ_CHUNK_TOKENS["cuda"])
+    read = measure_read(reader or model, ops, chunk_tokens)
     return Workspace(decode, read)
+
+
+def read_chunk_tokens(
+    settings: Settings, token_bytes: int, longest_prompt: int, rows: int, device_type: str
+) -> int:
+    """Tokens that one forward pass reads at the most: no more than `rows` answers can have.
+
+    Fewer than READ_CHUNK_TOKENS make the workspace smaller, so that small runs are planned as
+    closely as large ones. A prompt is read whole, hence the floor.
+    """
+    answers = rows * settings.max_gen_tokens
+    if settings.kv_cache_gb is not None:
+        answers = min(answers, int(settings.kv_cache_gb * 1e9 / token_bytes))
+    return min(READ_CHUNK_TOKENS[device_type], max(LEAST_READ_TOKENS, longest_prompt, answers))
 
 
 def _planned_alpha(settings: Settings) -> float | None:

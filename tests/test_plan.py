@@ -21,6 +21,8 @@ from engine.plan import (
     make_plan,
     pages_for,
 )
+from suite.run_plan import read_chunk_tokens
+from suite.settings import Settings
 
 
 def side(layers: int, kv_heads: int, head_dim: int, value_bytes: int, max_prompt: int = 64) -> Side:
@@ -220,3 +222,19 @@ def test_a_page_more_for_one_cache_is_no_page_less_for_the_other() -> None:
     assert plans[-1].pages > plans[0].pages + 1
     for one, two in zip(plans, plans[1:], strict=False):
         assert two.pages >= one.pages and two.reward_pages >= one.reward_pages
+
+
+@pytest.mark.parametrize(
+    "changes, rows, expected",
+    [
+        ({}, 960, 32768),  # large runs read in the usual parts
+        ({"max_gen_tokens": 384}, 40, 40 * 384),
+        ({"max_gen_tokens": 384, "kv_cache_gb": 0.2}, 960, 10_000),
+        ({"max_gen_tokens": 16}, 8, 4096),  # never too few
+    ],
+)
+def test_a_pass_reads_no_more_than_the_answers_can_have(changes, rows, expected):
+    settings = Settings(**changes)
+    assert read_chunk_tokens(settings, 20_000, 2048, rows, "cuda") == expected
+    assert read_chunk_tokens(settings, 20_000, 2048, rows, "cpu") == 2048
+    assert read_chunk_tokens(settings, 20_000, 30_000, rows, "cuda") >= 30_000, "a whole prompt"
