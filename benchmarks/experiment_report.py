@@ -116,16 +116,12 @@ class Report:
             "holds and what the paper gave to a GPU; packed: the whole batch at once in all of the "
             f"GPU's memory; {timed}. Speculative Rejection has one figure for both."
         )
-        gains = [
-            [m.name, f"{m.scores.mean():.1f}", *(g[a] or "-" for a in ACCOUNTS)]
-            for m, g in zip(methods, found, strict=True)
-        ]
         head = "Speed-up over Best-of-N at equal score (95 % interval over prompts):"
         return [
             markdown(METHOD_HEADER, method_rows(base, methods)),
             note,
             head,
-            markdown(GAIN_HEADER, gains),
+            markdown(GAIN_HEADER, gain_rows(methods, found)),
             verdict(methods, found),
         ]
 
@@ -172,14 +168,19 @@ class Report:
         for alpha in size.again_alphas:
             names = [rejection_name(alpha, size.seeds[0]), again_name(alpha, cache)]
             if chosen := whole(self.prompts, [POOL, *names]):
-                base = BestOfN(chosen, size)
+                timing = [p for p in chosen if any(k.startswith("wave ") for k in p)]
+                base = BestOfN(chosen, size, timing)
                 ways = (cache, other_cache(cache))
                 rows = [
                     searched(base, f"alpha {alpha:g}, reward cache {way}", [name])
                     for way, name in zip(ways, names, strict=True)
                 ]
-                head = f"The reward model's cache, {len(chosen)} prompts (waves: not compared):"
-                parts.append(head + "\n\n" + markdown(METHOD_HEADER, method_rows(base, rows, [])))
+                found = [{account: gain(base, m, account) for account in ACCOUNTS} for m in rows]
+                parts += [
+                    f"The reward model's cache, {len(chosen)} prompts:",
+                    markdown(METHOD_HEADER, method_rows(base, rows, [])),
+                    markdown(GAIN_HEADER, gain_rows(rows, found)),
+                ]
         return "\n\n".join(parts)
 
     def self_reward(self) -> str:
@@ -245,6 +246,16 @@ class Report:
                   "tokens scored", "kept")  # fmt: skip
         head = f"One run, alpha {alpha:g}, prompt {line['JSON_idx']}, by round:"
         return head + "\n\n" + markdown(header, rows)
+
+
+def gain_rows(
+    methods: Sequence[Searched], found: Sequence[dict[str, Gain | None]]
+) -> list[list[str]]:
+    """Each method's speed-up over Best-of-N at its own score, in every account."""
+    return [
+        [m.name, f"{m.scores.mean():.1f}", *(str(g[a] or "-") for a in ACCOUNTS)]
+        for m, g in zip(methods, found, strict=True)
+    ]
 
 
 def method_rows(

@@ -157,6 +157,9 @@ def test_every_configuration_is_there_once_and_in_the_tables(made):
     for row in ("Best-of-8", "Best-of-16", *(f"alpha {a}, 2 seeds" for a in ALPHAS),
                 "alpha 0.5, reward cache on", "alpha 0.5, reward cache off"):  # fmt: skip
         assert f"| {row} |" in printed
+    assert printed.count("| alpha | score | paper's account") == 2, (
+        "the cache's question has its own"
+    )
     numbers = json.loads(printed.splitlines()[-1])
     assert [row["n"] for row in numbers["best_of_n"]] == [8, 16]
     assert [row["alpha"] for row in numbers["rejection"]] == [0.3, 0.5]
