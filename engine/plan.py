@@ -7,6 +7,7 @@ and of the reward model's. Nothing here touches a device: numbers in, numbers ou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.config import ModelConfig
@@ -39,6 +40,14 @@ class Side:
     @property
     def prompt_bytes(self) -> int:
         return self.max_prompt * self.token_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A scoring to plan with: the answers' length, and the share of the first rows still there."""
+
+    length: int | float
+    share: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +97,15 @@ def make_plan(
     max_answer_tokens: int,
     max_rows: int | None = None,
     alpha: float | None = None,
+    rounds: Sequence[Round] | None = None,
     reward_cache: str = "auto",
     step_rows: float = 0.0,
 ) -> Plan:
     """Cut `budget_bytes` of memory for answers' keys and values.
 
     `alpha` is None for Best-of-N, where each answer is read once and keeping what was read is of
-    no use. `step_rows` is what a decode step costs before its first row, in rows.
+    no use. `rounds` are those of a schedule; without them memory makes the rounds. `step_rows` is
+    what a decode step costs before its first row, in rows.
     Raises DoesNotFit where one row at full length does not fit.
     """
     share, keep, why = 1.0, False, "nothing to keep: each answer is read once"
@@ -105,8 +116,9 @@ def make_plan(
             generator,
             reward,
             share,
-            alpha,
+            [] if alpha == 0.0 else rounds or memory_rounds(alpha, max_answer_tokens),
             max_answer_tokens,
+            max_rows if rounds else None,
             reward_cache,
             step_rows,
         )
@@ -167,31 +179,34 @@ def _choose(
     generator: Side,
     reward: Side,
     share: float,
-    alpha: float,
+    rounds: Sequence[Round],
     max_answer: int,
+    max_rows: int | None,
     wish: str,
     step_rows: float,
 ) -> tuple[bool, str]:
     """Keep what the reward model read, or read again? By predicted time a candidate.
 
-    A round fills a share alpha of the memory anew; without its cache the reward model reads all of
-    it. Keeping starts fewer candidates in the same memory, who then share the cost of each step.
+    Without its cache the reward model reads every text of a round from its start. Keeping starts
+    fewer candidates in the same memory, who then share the cost of each step.
     """
     if wish != "auto":
         return wish == "on", f"--reward_cache {wish}"
-    if alpha == 0.0:
+    if not rounds:
         return False, "nothing is cut, so each answer is read once"
+    lengths = [0, *(r.length for r in rounds)]
+    grown = sum(r.share * (r.length - before) for r, before in zip(rounds, lengths, strict=False))
+    whole = sum(r.share * r.length for r in rounds)  # tokens a candidate, read from the start
+    room = max(1.0, budget_bytes / (FIRST_STRETCH_TOKENS * generator.token_bytes))
+    kept_rows, again_rows = (min(rows, max_rows or rows) for rows in (room * share, room))
+    steps = step_rows * max_answer  # what all steps cost by themselves; each row has its part
     params, read = generator.config.num_layer_params, reward.config.num_layer_params
-    rounds = _rounds(alpha, max_answer)
-    grown = FIRST_STRETCH_TOKENS * (1 + (rounds - 1) * alpha)  # tokens a candidate, all in all
-    rows = max(1.0, budget_bytes / (FIRST_STRETCH_TOKENS * generator.token_bytes))
-    steps = step_rows * max_answer / rows  # a candidate's part of what each step costs by itself
     decode = DECODE_TO_READ * params
-    kept = decode * (grown + steps / share) + read * grown
-    again = decode * (grown + steps) + read * rounds * FIRST_STRETCH_TOKENS
+    kept = decode * (grown + steps / kept_rows) + read * grown
+    again = decode * (grown + steps / again_rows) + read * whole
     better = "keeping" if kept < again else "reading again"
     ratio = max(kept, again) / min(kept, again)
-    return kept < again, f"{better} is predicted {ratio:.2f} times faster over {rounds} rounds"
+    return kept < again, f"{better} is predicted {ratio:.2f} times faster over {len(rounds)} rounds"
 
 
 def gpu_step_rows(config: ModelConfig) -> float:
@@ -199,9 +214,10 @@ def gpu_step_rows(config: ModelConfig) -> float:
     return GPU_STEP_ROWS + GPU_LAUNCH_ROW_PARAMS / config.num_layer_params
 
 
-def _rounds(alpha: float, max_answer: int) -> int:
-    """Rounds until one row's share of the memory reaches the longest answer."""
-    length, rounds = FIRST_STRETCH_TOKENS, 1
-    while length < max_answer and rounds < 64:
-        length, rounds = length / (1 - alpha), rounds + 1
+def memory_rounds(alpha: float, max_answer: int) -> list[Round]:
+    """The rounds of full memory: each leaves 1 - alpha of the rows, who then grow to fill it."""
+    rounds = [Round(FIRST_STRETCH_TOKENS, 1.0)]
+    while rounds[-1].length < max_answer and len(rounds) < 64:
+        last = rounds[-1]
+        rounds.append(Round(last.length / (1 - alpha), last.share * (1 - alpha)))
     return rounds

@@ -14,7 +14,8 @@ import torch
 from engine import memory
 from engine.model import Transformer
 from engine.ops import Ops
-from engine.plan import Plan, Side, first_stretch, gpu_step_rows, make_plan
+from engine.plan import Plan, Round, Side, first_stretch, gpu_step_rows, make_plan
+from engine.schedule import Schedule
 from engine.stepper import Sampler, padded
 from engine.workspace import Workspace, measure_decode, measure_read
 from suite.backend import MAX_ROWS_AT_ONCE, PAGE_SIZE, READ_CHUNK_TOKENS
@@ -46,21 +47,21 @@ def plan_memory(
     longest = max(generator.max_prompt, reward.max_prompt if reward else 0)
     chunk = read_chunk_tokens(settings, generator.token_bytes, longest, rows, device.type)
     space = _workspace(model, judge[0] if judge else None, ops, sampler, rows, chunk)
-    cache, why = _reward_cache(settings)
+    longest_answer = min(settings.max_gen_tokens, bound - 1)
     plan = make_plan(
         _budget_bytes(settings, device, prompts, space),
         generator,
         reward,
         page_size=PAGE_SIZE[device.type],
-        max_answer_tokens=min(settings.max_gen_tokens, bound - 1),
+        max_answer_tokens=longest_answer,
         max_rows=_max_rows(settings),
         alpha=_planned_alpha(settings),
-        reward_cache=cache,
+        rounds=planned_rounds(settings, longest_answer),
+        reward_cache=settings.reward_cache,
         step_rows=gpu_step_rows(model.config) if device.type == "cuda" else 0.0,
     )
     return dataclasses.replace(
         plan,
-        why=why if why and plan.keep_reward_cache else plan.why,
         read_chunk_tokens=chunk,
         weight_bytes=weights,
         workspace_bytes=max(space.decode_bytes, space.read_bytes),
@@ -108,16 +109,26 @@ def _planned_alpha(settings: Settings) -> float | None:
     return 0.5 if settings.alpha == "auto" else float(settings.alpha)
 
 
-def _reward_cache(settings: Settings) -> tuple[str, str | None]:
-    """--reward_cache for the plan, and why, where it is not the flag's or the plan's own doing.
+def planned_rounds(settings: Settings, longest_answer: int) -> list[Round] | None:
+    """The scorings that do not wait for memory to be full; None where there are none.
 
-    The plan weighs the rounds that memory makes; scheduled rounds come more often, forks share what
-    was read, and partial scores read each answer many times.
+    A fork shares what was read of its parent, so with the cache it too costs only what is new.
     """
-    often = settings.log_partial or settings.refill or settings.schedule != "memory"
-    if settings.reward_cache == "auto" and often and settings.alpha != 0.0:
-        return "on", "many rounds read the same texts"
-    return settings.reward_cache, None
+    if settings.log_partial and not settings.speculative_rejection:
+        lengths = [int(length) for length in settings.log_partial.split(",")]
+        stops = sorted({min(length, longest_answer) for length in [*lengths, longest_answer]})
+        return [Round(length, 1.0) for length in stops]
+    if not settings.speculative_rejection or settings.schedule == "memory":
+        return None
+    alpha = _planned_alpha(settings)
+    schedule = Schedule.parse(settings.schedule, settings.min_tokens, settings.min_round_tokens)
+    left = settings.refill_to if settings.refill else 1 - alpha
+    length, share, rounds = 0, 1.0, []
+    while length < longest_answer:
+        length = min(longest_answer, schedule.next_stop(length, alpha))
+        rounds.append(Round(length, share))
+        share *= left
+    return rounds
 
 
 def _most_rows(settings: Settings, generator: Side, page_size: int) -> int:

@@ -16,12 +16,13 @@ from engine.plan import (
     REWARD_PAGE_SIZE,
     DoesNotFit,
     Plan,
+    Round,
     Side,
     first_stretch,
     make_plan,
     pages_for,
 )
-from suite.run_plan import read_chunk_tokens
+from suite.run_plan import planned_rounds, read_chunk_tokens
 from suite.settings import Settings
 
 
@@ -238,3 +239,32 @@ def test_a_pass_reads_no_more_than_the_answers_can_have(changes, rows, expected)
     assert read_chunk_tokens(settings, 20_000, 2048, rows, "cuda") == expected
     assert read_chunk_tokens(settings, 20_000, 2048, rows, "cpu") == 2048
     assert read_chunk_tokens(settings, 20_000, 30_000, rows, "cuda") >= 30_000, "a whole prompt"
+
+
+def test_scheduled_rounds_worked_out_by_hand() -> None:
+    base = dict(speculative_rejection=True, max_gen_tokens=100)
+    halving = Settings(**base, schedule="halving", min_tokens=20, alpha=0.5)
+    assert planned_rounds(halving, 100) == [
+        Round(20, 1.0), Round(40, 0.5), Round(80, 0.25), Round(100, 0.125)
+    ]  # fmt: skip
+    refilled = Settings(**base, schedule="fixed:40", refill=True, refill_to=0.5)
+    assert planned_rounds(refilled, 100) == [Round(40, 1.0), Round(80, 0.5), Round(100, 0.25)]
+    assert planned_rounds(Settings(log_partial="16,64,900"), 80) == [
+        Round(16, 1.0), Round(64, 1.0), Round(80, 1.0)
+    ]  # fmt: skip
+    assert planned_rounds(Settings(**base), 100) is None
+    assert planned_rounds(Settings(), 100) is None
+
+
+def test_the_schedule_decides_about_the_cache_by_predicted_time() -> None:
+    """Ten rounds read a text five times over; the rows that the user asked for fit either way."""
+    request = dict(page_size=64, max_answer_tokens=320, max_rows=40, alpha=0.5, step_rows=90.0)
+    often = [Round(32 * i, 1.0) for i in range(1, 11)]
+    plan = make_plan(10**10, LLAMA_8B, LLAMA_8B, **request, rounds=often)
+    # Generated and read once: 320 tokens a row; read from the start each time: 32 * 55 = 1,760.
+    steps = 90 * 320 / 40
+    ratio = (1.2 * (320 + steps) + 1760) / (1.2 * (320 + steps) + 320)
+    assert plan.keep_reward_cache
+    assert plan.why == f"keeping is predicted {ratio:.2f} times faster over 10 rounds"
+    once = make_plan(10**9, LLAMA_8B, LLAMA_8B, **request, rounds=[Round(320, 1.0)])
+    assert not once.keep_reward_cache, "half of the rows, for nothing"
