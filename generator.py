@@ -19,7 +19,7 @@ from engine.candidates import Candidate
 from methods.best_of_n import best_of_n
 from methods.session import PromptFailed, Session
 from methods.speculative import speculative_rejection
-from rewards.value_head import ValueHead, load_value_head
+from rewards.value_head import HEAD_SHA256, ValueHead, load_value_head
 from suite.hidden import join, states_path, write_states
 from suite.settings import Settings, base_name, output_folder, settings_for_record
 
@@ -155,7 +155,11 @@ class Generator:
         write_states(
             states_path(beside, number),
             join(session.states, self.parts.reward.hidden_size),
-            {"llm_name": names[0], "reward_model_name": names[1]},
+            {
+                "llm_name": names[0],
+                "reward_model_name": names[1],
+                HEAD_SHA256: self.parts.reward.head_sha256,
+            },
         )
 
     def _trajectories(self, session: Session) -> list[dict[str, Any]]:
@@ -198,5 +202,7 @@ def build(settings: Settings, processes: Processes) -> Generator:
 
     parts = assemble(settings, processes)
     if head is not None:
-        head.check(base_name(settings.reward_model_name), parts.reward.hidden_size)
+        reward = parts.reward
+        name = base_name(settings.reward_model_name)
+        head.check(name, reward.hidden_size, reward.head_sha256)
     return Generator(settings, processes, parts, head)

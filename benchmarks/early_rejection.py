@@ -131,7 +131,8 @@ class Experiment:
         self.processes = _one_process()
         self.parts = assemble(plan_for, self.processes)
         if self.head:
-            self.head.check(base_name(self.base.reward_model_name), self.parts.reward.hidden_size)
+            name, reward = base_name(self.base.reward_model_name), self.parts.reward
+            self.head.check(name, reward.hidden_size, reward.head_sha256)
 
     def missing(self, json_idx: int) -> list[str]:
         names = [POOL, *(config.name for config in self.configs)]

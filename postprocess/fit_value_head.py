@@ -29,7 +29,7 @@ from postprocess.command import EXIT_OK, LOG, Refused, guarded, parser, table
 from postprocess.logged import Logged, logged_of
 from postprocess.runs import Run, load_runs
 from postprocess.stats import spearman
-from rewards.value_head import ValueHead, features
+from rewards.value_head import HEAD_SHA256, ValueHead, features
 
 MIN_TEXTS = 50  # of one length; fewer are left out
 MIN_TEXTS_A_PROMPT = 3
@@ -94,6 +94,9 @@ def _work(args: argparse.Namespace) -> int:
     pairs = {item.run.pair for item in logged}
     if len(pairs) > 1:
         raise Refused(f"runs of several models, name one's folders: {', '.join(sorted(pairs))}")
+    heads = {item.states.names.get(HEAD_SHA256) for item in logged if item.states} - {None}
+    if len(heads) > 1:
+        raise Refused("runs of reward models of one name with different weights: fit them apart")
     fitted = fit(gather(logged))
     if not fitted:
         raise Refused(f"no length has {MIN_TEXTS} unfinished texts of two prompts or more")
@@ -102,7 +105,7 @@ def _work(args: argparse.Namespace) -> int:
         lengths=np.asarray(list(fitted)),
         weights=np.stack([f.weights for f in fitted.values()]),
         bias=np.asarray([f.bias for f in fitted.values()]),
-        provenance=provenance(run, logged, fitted),
+        provenance=provenance(run, logged, fitted) | ({HEAD_SHA256: heads.pop()} if heads else {}),
     )
     path = args.output or Path(f"value_head_{run.pair}.safetensors")
     path.parent.mkdir(parents=True, exist_ok=True)

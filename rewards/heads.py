@@ -6,6 +6,7 @@ computes in float32. No head runs code from a model's repository.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from dataclasses import dataclass
 from typing import Protocol
@@ -71,6 +72,20 @@ class GatedHead:
         assert self.gating is not None, "begin() comes first"
         rewards = linear(hidden.float(), self.regression) @ self.transform
         return (rewards * self.gating).sum(-1)
+
+
+def head_sha256(head: LinearHead | GatedHead) -> str:
+    """Of the head's weights as float32: tells apart reward models that have one name."""
+    if isinstance(head, LinearHead):
+        tensors = [head.weight, head.bias]
+    else:
+        layers = itertools.chain.from_iterable(head.layers)
+        tensors = [head.regression, head.transform, *layers, head.logit_scale]
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        if tensor is not None:
+            digest.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def head_names(architecture: str, config: dict) -> tuple[str, ...]:

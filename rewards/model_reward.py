@@ -19,7 +19,7 @@ import torch
 from engine.candidates import Candidate
 from engine.reader import Reader
 from engine.scoring import LikelihoodReader
-from rewards.heads import Head
+from rewards.heads import Head, head_sha256
 from suite.chat import Chat
 
 TEXTS_AT_ONCE = 256  # answers of a part: enough to fill the device
@@ -54,6 +54,10 @@ class ModelReward:
     @property
     def hidden_size(self) -> int:
         return self.reader.model.config.hidden_size
+
+    @property
+    def head_sha256(self) -> str:
+        return head_sha256(self.head)
 
     def last_hidden_states(self) -> np.ndarray:
         """`[candidates, hidden]` float32, in the order of the last call of `score`."""

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 FORMAT = "speculative-rejection-value-head-1"
+HEAD_SHA256 = "reward_head_sha256"  # in the metadata of logged states and of value heads
 HIDDEN_DTYPE = np.float16  # of logged states; read the same way at use, so that replay is exact
 
 
@@ -46,7 +47,9 @@ class ValueHead:
         weights = (1 - share) * self.weights[low] + share * self.weights[high]
         return x @ weights + (1 - share) * self.bias[low] + share * self.bias[high]
 
-    def check(self, reward_name: str, hidden_size: int | None) -> None:
+    def check(
+        self, reward_name: str, hidden_size: int | None, head_sha256: str | None = None
+    ) -> None:
         """Raises BadValueHead unless the head belongs to this reward model."""
         fitted_for = self.provenance.get("reward_model_name", "?")
         if fitted_for != reward_name:
@@ -58,6 +61,13 @@ class ValueHead:
             raise BadValueHead(
                 f"--value_head reads hidden states of size {self.hidden_size}, the reward model's "
                 f"have {hidden_size}; it was fitted for another version of the model"
+            )
+        known = self.provenance.get(HEAD_SHA256)
+        if known and head_sha256 and known != head_sha256:
+            raise BadValueHead(
+                f"--value_head was fitted for another {reward_name}, whose own head has other "
+                f"weights (sha256 {known[:12]}..., here {head_sha256[:12]}...); fit one from this "
+                "one's runs with --log_hidden: postprocess/fit_value_head.py"
             )
 
     def save(self, path: Path) -> None:

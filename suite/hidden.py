@@ -9,7 +9,7 @@ prompt that is done has its states. Numpy only.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +42,7 @@ class States:
     finished: np.ndarray
     score: np.ndarray
     hidden: np.ndarray
+    names: dict[str, str] = field(default_factory=dict)  # whose states, where read from a file
 
     def __len__(self) -> int:
         return len(self.candidate)
@@ -89,4 +90,4 @@ def read_states(path: Path) -> States:
     flat = all(columns[name].shape == (number,) for name in COLUMNS if name != "hidden")
     if not flat or columns["hidden"].ndim != 2 or len(columns["hidden"]) != number:
         raise BadStates(f"{path.name}: its columns differ in length")
-    return States(**columns)
+    return States(**columns, names=found)

@@ -16,6 +16,7 @@ from engine.ops import TorchOps
 from engine.reader import Reader
 from rewards.loading import load_reward_model
 from rewards.model_reward import ModelReward
+from rewards.value_head import load_value_head
 from suite.models import SHIPPED_REWARDS, resolve
 
 NAME = "SmolLM2-135M-Reward"
@@ -119,6 +120,12 @@ def test_engine_and_peft_agree(reward):
             with torch.no_grad():
                 other = theirs(torch.tensor([ids]), torch.tensor([len(ids) - 1]))
             assert float(other.reshape(-1)[0]) == pytest.approx(mine, abs=1e-3)
+
+
+def test_the_shipped_value_head_belongs_to_the_shipped_model(reward):
+    head = load_value_head(str(Path(SHIPPED_REWARDS[NAME]) / "value_head.safetensors"))
+    assert head.provenance["reward_head_sha256"] == reward.head_sha256
+    head.check(NAME, reward.hidden_size, reward.head_sha256)
 
 
 def test_the_shipped_value_head_ranks_a_real_run(tmp_path):

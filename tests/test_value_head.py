@@ -9,6 +9,7 @@ from safetensors.numpy import save_file
 from postprocess import fit_value_head
 from postprocess.fit_value_head import Texts, fit
 from rewards.value_head import BadValueHead, ValueHead, compact, features, load_value_head
+from suite.hidden import read_states, write_states
 from tests.search import run_search
 from tests.test_replay import log_pool
 
@@ -82,10 +83,21 @@ def test_from_logged_runs_to_a_file_that_main_takes(tiny_models, tmp_path, capsy
     assert head.provenance["target"] == "final score"
     assert head.provenance["num_prompts"] == "3"
     assert head.provenance["runs"] == '["Bo32"]'
-    head.check("tiny-reward", 32)
+    head.check("tiny-reward", 32, head.provenance["reward_head_sha256"])
+    with pytest.raises(BadValueHead, match="other weights"):
+        head.check("tiny-reward", 32, "0" * 64)
     made = run_search(tiny_models, alpha=0.5, schedule="halving", min_tokens=8, init_batch_size=16,
                       head=head)  # fmt: skip
     assert all("values" in entry for entry in made["rounds"] if entry["cutoff"] is not None)
+
+
+def test_states_of_two_reward_models_of_one_name_are_not_mixed(tiny_models, tmp_path, capsys):
+    folder = log_pool(tiny_models, tmp_path / "Bo8", batch_size=8)
+    sidecar = sorted(folder.glob("*.hidden.0.safetensors"))[0]
+    states = read_states(sidecar)
+    write_states(sidecar, states, {**states.names, "reward_head_sha256": "0" * 64})
+    assert fit_value_head.main([str(folder), "--output", str(tmp_path / "h")]) == 1
+    assert "different weights" in capsys.readouterr().err
 
 
 def test_too_little_data_is_said(tiny_models, tmp_path, capsys):
