@@ -4,8 +4,9 @@
 
 A case is PROMPTxROWS. Random weights of the shape, top-k 50, no row ever stops. Prints a table with
 the share of the measured copy bandwidth and matrix rate, and the floor (the step's matrices alone,
-as a CUDA graph); the last line is JSON. --transformers and --vllm name cases to run there as well;
-vLLM, where it is installed, in a process of its own that ends before ours takes memory.
+as a CUDA graph); the last line is JSON. `transformers` runs the first case, or those that
+--transformers names; --vllm names cases for vLLM, where it is installed, in a process of its own
+that ends before ours takes memory.
 """
 
 from __future__ import annotations
@@ -61,15 +62,22 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=sorted(backend.DTYPES))
     parser.add_argument("--top_k", type=int, default=50)
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--transformers", default="", help="cases to run through generate as well")
+    parser.add_argument(
+        "--transformers", help="cases for generate, or none (default: the first case)"
+    )
     parser.add_argument("--vllm", default="", help="cases to run through vLLM as well")
     parser.add_argument("--vllm_alone", action="store_true", help="the cases of --vllm, no others")
     parser.add_argument("--skip_floor", action="store_true")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.transformers is None:
+        args.transformers = args.cases.split(",")[0]
+    return args
 
 
 def cases_of(text: str) -> list[Case]:
-    return [Case(*map(int, case.split("x"))) for case in text.split(",") if case]
+    """The cases that are named; none for "none" and for nothing."""
+    names = [] if text == "none" else text.split(",")
+    return [Case(*map(int, case.split("x"))) for case in names if case]
 
 
 def make_decoder(model: Transformer, case: Case, new_tokens: int, top_k: int) -> Decoder:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from benchmarks import bench_decode, bench_rejection, bench_run, bench_score
+
+CPU = torch.device("cpu")
 
 
 def last_json(capsys: pytest.CaptureFixture[str]) -> dict:
@@ -22,10 +25,17 @@ def test_bench_decode_prints_time_and_shares(capsys):
         assert row["floor_ms"] > 0
 
 
-def test_bench_decode_measures_transformers_beside_ours(capsys):
-    argv = ["--shape", "tiny", "--cases", "16x4", "--new_tokens", "9", "--transformers", "16x4"]
+@pytest.mark.parametrize(
+    ("given", "measured"),
+    [([], [True, False]), (["none"], [False, False]), (["16x4,16x8"], [True, True])],
+)
+def test_bench_decode_measures_transformers_beside_ours(capsys, given, measured):
+    """The first case where nothing is said."""
+    argv = ["--shape", "tiny", "--cases", "16x4,16x8", "--new_tokens", "9", "--repeats", "1"]
+    argv += ["--skip_floor", *(["--transformers", *given] if given else [])]
     assert bench_decode.main(argv) == 0
-    assert last_json(capsys)["rows"][0]["transformers_ms"] > 0
+    times = [row.get("transformers_ms") for row in last_json(capsys)["rows"]]
+    assert [time is not None and time > 0 for time in times] == measured
 
 
 FAKE_VLLM = """
@@ -70,11 +80,59 @@ def test_bench_decode_runs_vllm_in_a_process_of_its_own(capsys, tmp_path, monkey
 
 def test_bench_score_counts_useful_work(capsys):
     argv = ["--shape", "tiny", "--cases", "32x8x64", "--repeats", "1"]
-    assert bench_score.main([*argv, "--from_start", "32x8x64", "--transformers", "32x8x64"]) == 0
+    assert bench_score.main([*argv, "--from_start", "32x8x64"]) == 0
     (row,) = last_json(capsys)["rows"]
+    assert row["mean_answer_tokens"] == 64 and row["transformers_padded_share"] == 0
     flop = 2 * bench_score.SHAPES["tiny"].num_layer_params * (32 + 8 * 64)
     assert row["useful_tflops"] == pytest.approx(flop / row["sec"] / 1e12)
     assert min(row["round_sec"], row["from_start_sec"], row["transformers_sec"]) > 0
+
+
+def test_bench_score_reads_unequal_answers_that_the_classifier_pads(capsys, monkeypatch):
+    """`~`: both sides read the same texts, of half to the full length."""
+    read, seen = {}, []
+    inner, twin = bench_score.Reader.read, bench_score.transformers_twin
+
+    def note(reader, sequences, *given):
+        read.update({i: ids.tolist() for i, ids in sequences.items()})
+        return inner(reader, sequences, *given)
+
+    def listening(*given, **more):
+        made = twin(*given, **more)
+        made.register_forward_pre_hook(
+            lambda _, args, kwargs: seen.append((args[0], kwargs["attention_mask"])),
+            with_kwargs=True,
+        )
+        return made
+
+    monkeypatch.setattr(bench_score.Reader, "read", note)
+    monkeypatch.setattr(bench_score, "transformers_twin", listening)
+    case = ["--shape", "tiny", "--repeats", "1", "--cases", "32x130x64~,32x8x64"]
+    assert bench_score.main(case) == 0
+    first, second = last_json(capsys)["rows"]
+    assert "transformers_sec" not in second, "the first case alone, where nothing is said"
+    assert first["transformers_sec"] > 0 and 0 < first["transformers_padded_share"] < 0.5
+    assert 44 < first["mean_answer_tokens"] < 52
+    bench = bench_score.Bench(bench_score.random_model("tiny", torch.float32, CPU), "32x130x64~",
+                              bench_score.parse([*case, "--device", "cpu"]))  # fmt: skip
+    assert bench.lengths.min() == 32 and bench.lengths.max() == 64
+    tokens = 32 + int(bench.lengths.sum())
+    flop = 2 * bench_score.SHAPES["tiny"].num_layer_params * tokens
+    assert first["useful_tflops"] == pytest.approx(flop / first["sec"] / 1e12)
+    texts = [
+        ids[mask.bool()].tolist()
+        for batch in seen[-2:]
+        for ids, mask in zip(*batch, strict=True)
+        if not bool((mask.diff() > 0).any())  # padded on the right
+    ]
+    assert texts == [bench.ids[i].tolist() for i in range(130)]
+    assert texts[8:] == [read[i] for i in range(8, 130)]  # 0 to 7: the second case came after
+
+
+def test_bench_score_without_transformers(capsys):
+    argv = ["--shape", "tiny", "--cases", "8x4x9", "--repeats", "1", "--transformers", "none"]
+    assert bench_score.main(argv) == 0
+    assert "transformers_sec" not in last_json(capsys)["rows"][0]
 
 
 def test_bench_run_counts_tokens_of_both_methods(capsys):
