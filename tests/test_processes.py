@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import sys
@@ -390,18 +391,80 @@ def test_a_signal_during_one_long_call_ends_by_force(flags: list[str], tmp_path:
     assert "ended by force" in errors
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_ending_the_launcher_ends_its_processes(
-    flags: list[str], tmp_path: Path, number: int
+# Stands between the launcher and a rank: hands signals on, and notes how the rank ended.
+KEEPER = """
+import os, runpy, signal, sys
+from pathlib import Path
+
+rank = os.fork()
+if rank == 0:
+    sys.argv = sys.argv[2:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    os._exit(0)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, frame: os.kill(rank, number))
+code = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
+Path(sys.argv[1], "code." + os.environ["RANK"]).write_text(str(code))
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("told", ["launcher", "everybody"])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signals_end_two_processes_with_their_codes(
+    flags: list[str], tmp_path: Path, number: int, code: int, told: str
 ) -> None:
+    """Ctrl-C on a terminal reaches everybody, and the ranks a second time through the launcher.
+
+    Each rank ends with 143 or 130. `accelerate launch` does not pass that on: its own end is an
+    exception of torch's elastic agent, which is exit code 1.
+    """
+    (tmp_path / "keeper.py").write_text(KEEPER)
+    line = [*launcher(2), str(tmp_path / "keeper.py"), str(tmp_path), SCRIPTED, *flags]
+    with begin(line, {"seconds": 0.3}) as process:
+        wait_for(lambda: len(records(tmp_path / "out")) >= 1)
+        start = time.monotonic()
+        if told == "launcher":
+            process.send_signal(number)
+        else:
+            os.killpg(process.pid, number)
+        _, errors = process.communicate(timeout=30)
+    assert time.monotonic() - start < 10
+    assert [(tmp_path / f"code.{rank}").read_text() for rank in range(2)] == [str(code)] * 2
+    assert process.returncode == 1 and f"got signal: {number:d}" in errors
+    assert f"stopped by {signal.Signals(number).name}; what is stored stays" in errors
+    assert 1 <= len(records(tmp_path / "out")) < 8 and not workers(tmp_path / "out")
+    assert not (tmp_path / "out" / "failures.jsonl").exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_to_one_rank_is_the_code_of_all(
+    flags: list[str], tmp_path: Path, number: int, code: int
+) -> None:
+    """The launcher names it in its table of failures, and ends with 1 itself.
+
+    The other rank may hear of it from the launcher first, which sends SIGTERM.
+    """
+    with begin([*launcher(2), SCRIPTED, *flags], {"seconds": 0.3}) as process:
+        wait_for(lambda: len(records(tmp_path / "out")) >= 1)
+        start = time.monotonic()
+        kill(workers(tmp_path / "out")[1:], number)
+        _, errors = process.communicate(timeout=30)
+    assert time.monotonic() - start < 10
+    codes = re.findall(r"exitcode *: (-?[0-9]+) \(pid", errors)
+    assert process.returncode == 1 and codes and set(codes) <= {str(code), "143", "-15"}, errors
+    assert str(code) in codes
+
+
+def test_killing_the_launcher_ends_its_processes(flags: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out"
     with begin([*launcher(2), SCRIPTED, *flags], {"seconds": 0.3}) as process:
         wait_for(lambda: len(records(out)) >= 1)
         assert len(workers(out)) == 2
-        process.send_signal(number)
+        process.kill()
         wait_for(lambda: not workers(out), 10, "the end of the workers")
         process.communicate(timeout=30)
-    assert process.returncode != 0
+    assert process.returncode == -signal.SIGKILL
     assert 1 <= len(records(out)) < 8
 
 
