@@ -161,7 +161,10 @@ def merge(files: Sequence[Rows], base: Rows, all_seeds: bool) -> tuple[Rows, Row
                 "%s: prompts %s left out, another run lacks them", full_name(rows), brief(gone)
             )
     if not common:
-        raise Refused(f"{full_name(base)}: no instruction is in all runs")
+        raise Refused(
+            f"{full_name(base)}: no instruction is in all runs; compare runs on the same prompts: "
+            "empty results/, and name the runs to gather_best_ans.py"
+        )
     compare = [row for rows in compared for row in rows if row["instruction"] in common]
     return compare, [row for row in reference if row["instruction"] in common]
 

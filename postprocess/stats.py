@@ -170,7 +170,7 @@ def compare(
 
 def warn_of_settings(base: Run, run: Run) -> None:
     """Names the settings that make the texts of two runs incomparable, where they differ."""
-    left, right = (next(iter(of.prompts.values())).settings for of in (base, run))
+    left, right = (next(iter(of.prompts.values())).settings for of in (run, base))
     both = [
         {key: of[key] for key in SHARED_SETTINGS if None not in (left.get(key), right.get(key))}
         for of in (left, right)
