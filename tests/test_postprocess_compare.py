@@ -251,7 +251,7 @@ def test_other_sampling_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     named = [r.getMessage() for r in caplog.records if "other settings than" in r.getMessage()]
     assert named == [
         f"SpR_alpha_0.3_{PAIR}_0 was made with other settings than Bo8_{PAIR}_0: max_tokens"
-        " (2048 against 99)"
+        " (99 against 2048)"
     ]
 
 
