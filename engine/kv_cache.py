@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from engine.config import ModelConfig
+from engine.memory import Chunk
 
 PADDING_PAGE = 0
 
@@ -64,6 +65,7 @@ class PagedKV:
         self._free = np.arange(num_pages, 0, -1, dtype=np.int32)  # a stack, its top at the end
         self._num_free = num_pages
         self.lengths = np.zeros(0, dtype=np.int64)  # tokens of each row's suffix
+        self.copying = Chunk("copied pages", max(1, num_pages))
 
     @property
     def num_rows(self) -> int:
@@ -119,7 +121,13 @@ class PagedKV:
             for column in range(first, last):
                 rows = np.flatnonzero((have <= column) & (column < want))
                 self._table[rows, column] = self._take(len(rows))
-            self._upload(first, last)
+            try:
+                self._upload(first, last)
+            except (RuntimeError, MemoryError):  # out of memory: the caller may try again
+                columns = np.arange(self._table.shape[1])
+                new = (have[:, None] <= columns) & (columns < want[:, None])
+                self._release(self._table[: self.num_rows][new])
+                raise
         self.lengths = new_lengths
 
     def truncate(self, new_lengths: np.ndarray) -> None:
@@ -167,9 +175,12 @@ class PagedKV:
         """Make row i of the new batch the old row `rows[i]`: drops, reorders and forks at once.
 
         A row named twice is forked: whole pages are shared, the last partial page is copied.
-        Raises OutOfPages, with nothing changed, where there is no room for the forks.
+        Raises OutOfPages, with nothing changed, where there is no room for the forks. Memory that
+        runs out on the way leaves rows of no use; without any row, all is as new again.
         """
         rows = np.asarray(rows, dtype=np.int64)
+        if not len(rows):
+            return self._reset()
         self._check_room(rows)
         old_lengths = self.lengths
         counts = np.bincount(rows, minlength=len(old_lengths))
@@ -185,6 +196,13 @@ class PagedKV:
         self._upload(0, int(self.pages_of(self.lengths).max(initial=0)))
         # NOTE: padded rows of a batch write to the page they name, so stale rows must name none.
         self.table[len(rows) : len(old_lengths)] = PADDING_PAGE
+
+    def _reset(self) -> None:
+        self._refs[:] = 0
+        self._free = np.arange(self.num_pages, 0, -1, dtype=np.int32)
+        self._num_free = self.num_pages
+        self.table[:] = PADDING_PAGE
+        self.lengths = np.zeros(0, dtype=np.int64)
 
     def scrub(self, rows: np.ndarray) -> None:
         """Zero the pages of rows that hold NaN: a masked key of weight 0 would still spread it.
@@ -223,8 +241,15 @@ class PagedKV:
         targets = self._take(len(sources))
         source_index = torch.from_numpy(sources).to(self.k.device, torch.int64)
         target_index = torch.from_numpy(targets).to(self.k.device, torch.int64)
-        for pool in (*self.k, *self.v):  # a layer at a time: the copies' workspace stays small
-            pool[target_index] = pool[source_index]
+
+        def copy() -> None:
+            size = self.copying.size
+            pairs = list(zip(target_index.split(size), source_index.split(size), strict=True))
+            for pool in (*self.k, *self.v):  # a layer at a time: the workspace stays small
+                for to, of in pairs:
+                    pool[to] = pool[of]
+
+        self.copying.retrying(copy, len(targets))
         return targets
 
     def _owned(self, rows: np.ndarray, num_pages: np.ndarray) -> np.ndarray:

@@ -1,17 +1,20 @@
 """How much memory the largest forward passes take beside weights and caches, measured once.
 
 Runs one decode step of many rows and one packed reading on throw-away caches, and looks at the
-allocator's peak. Only meaningful on a GPU; a CPU's budget is far from its memory.
+allocator's peak. Only meaningful on a GPU; a CPU's budget is far from its memory. Where a pass does
+not fit, a smaller one is measured: the run will find the same and split its passes too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from engine.decode_state import DecodeState
 from engine.kv_cache import PagedKV
+from engine.memory import Chunk
 from engine.model import Transformer
 from engine.ops import Ops
 from engine.packing import pack
@@ -32,6 +35,24 @@ def measure_decode(
     model: Transformer, ops: Ops, sampler: Sampler, rows: int, page_size: int
 ) -> int:
     """Peak bytes of one decode step of `rows` rows."""
+    chunk = Chunk("rows of the planned step", rows)
+    return _largest(chunk, lambda: _decode_peak(model, ops, sampler, chunk.size, page_size))
+
+
+def measure_read(model: Transformer, ops: Ops, tokens: int) -> int:
+    """Peak bytes of reading `tokens` new tokens behind a short shared prompt."""
+    chunk = Chunk("tokens of the planned reading", tokens, smallest=PROBE_ANSWER)
+    return _largest(chunk, lambda: _read_peak(model, ops, chunk.size))
+
+
+def _largest(chunk: Chunk, measure: Callable[[], int]) -> int:
+    """What the largest pass that fits takes."""
+    found: list[int] = []
+    chunk.retrying(lambda: found.append(measure()))
+    return found[-1]
+
+
+def _decode_peak(model: Transformer, ops: Ops, sampler: Sampler, rows: int, page_size: int) -> int:
     cache = _probe_cache(model, page_size, rows, 1)
     state = DecodeState.allocate(cache, rows, 1)
     state.begin(1, 0)
@@ -40,8 +61,7 @@ def measure_decode(
     return _peak(model.device, lambda: step_rows(model, ops, state, sampler, slice(0, rows)))
 
 
-def measure_read(model: Transformer, ops: Ops, tokens: int) -> int:
-    """Peak bytes of reading `tokens` new tokens behind a short shared prompt."""
+def _read_peak(model: Transformer, ops: Ops, tokens: int) -> int:
     cache = _probe_cache(model, 16, 1, PROBE_PROMPT)
     cache.prompt_len = PROBE_PROMPT
     lengths = [PROBE_ANSWER] * max(1, tokens // PROBE_ANSWER)

@@ -105,7 +105,9 @@ def put_together(settings: Settings, chat: Chat, model: Transformer, judge: Judg
     decoder = _decoder(settings, model, ops, sampler, plan, chat)
     reward, reader = make_reward(settings, chat, decoder, judge, plan, ops)
     readers = [decoder, reader] if reader else [decoder]
-    chunks = [chunk for each in readers for chunk in (each.chunk, each.prompt_chunk)]
+    chunks = [
+        chunk for each in readers for chunk in (each.chunk, each.prompt_chunk, each.cache.copying)
+    ]
     return Assembly(chat, decoder, reward, plan, model.device, chunks)
 
 

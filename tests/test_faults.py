@@ -19,12 +19,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
 import main
+from engine import workspace
+from engine.kv_cache import PagedKV
 from engine.memory import Chunk, is_out_of_memory
 from engine.ops import TorchOps
 from generator import Generator
@@ -39,10 +42,13 @@ from suite.prompts import load_prompts
 from suite.records import FolderRefused
 from suite.settings import PROJECT
 from suite.stopping import Stopped
+from tests.harness import load, new_cache
 from tests.launch import environment, records
 from tests.method_runs import run_search, scores, texts
+from tests.test_engine_decoder import SmallMemory
 from tests.test_engine_gguf import write_gguf
 from tests.test_records import objects, opened, prompts
+from tests.test_refill import check_pages
 from tests.tiny import make_tiny_llama
 
 CPU_ERROR = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"
@@ -178,6 +184,143 @@ def test_lost_memory_at_each_place_changes_nothing(
     assert scores(made) == pytest.approx(scores(expected), abs=1e-4)
 
 
+class FullPool:
+    """Keys of all layers, or of one, that copy so many pages at once at the most."""
+
+    def __init__(self, pool: torch.Tensor, most: int) -> None:
+        self.pool, self.most, self.device = pool, most, pool.device
+
+    def __iter__(self) -> Iterator[FullPool]:
+        return iter([FullPool(layer, self.most) for layer in self.pool])
+
+    def __getitem__(self, pages: torch.Tensor) -> torch.Tensor:
+        if len(pages) > self.most:
+            raise RuntimeError(CPU_ERROR)
+        return self.pool[pages]
+
+    def __setitem__(self, pages: torch.Tensor, content: torch.Tensor) -> None:
+        self.pool[pages] = content
+
+
+REFILL = {"init_batch_size": 24, "refill": True, "schedule": "halving", "min_tokens": 8}
+
+
+def test_lost_memory_in_a_fork_copies_fewer_pages_at_once(
+    tiny_models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same candidates, texts and scores; each split is counted."""
+    expected, copies = run_search(tiny_models, **REFILL), PagedKV._copies
+    assert any(r.get("forks") for r in expected["rounds"])
+    lost = []
+
+    def few_at_once(cache: PagedKV, sources: np.ndarray) -> np.ndarray:
+        before, keys = cache.copying.num_splits, cache.k
+        cache.k = FullPool(keys, 2)  # type: ignore[assignment]
+        try:
+            return copies(cache, sources)
+        finally:
+            cache.k = keys
+            lost.append(cache.copying.num_splits - before)
+
+    monkeypatch.setattr(PagedKV, "_copies", few_at_once)
+    made = run_search(tiny_models, **REFILL)
+    assert made["out_of_memory_splits"] == sum(lost) > 0
+    assert texts(made) == texts(expected)
+    assert scores(made) == pytest.approx(scores(expected), abs=1e-4)
+    assert [r["candidate"] for r in made["rejected"]] == [
+        r["candidate"] for r in expected["rejected"]
+    ]
+
+
+@pytest.mark.parametrize("place", ["_upload", "_copies", "_fork", "_release"])
+def test_lost_memory_in_a_rejection_fails_that_prompt_alone(
+    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Nothing there can be split further; the prompt is named, the next finds a clean cache."""
+    inner, caches, expected = getattr(PagedKV, place), set(), {}
+    chosen, inside = PagedKV.select, []
+
+    def select(cache: PagedKV, rows: Any) -> None:
+        caches.add(cache)
+        inside.append(len(rows) > 0)
+        try:
+            chosen(cache, rows)
+        finally:
+            inside.pop()
+
+    def lossy(cache: PagedKV, *given: Any) -> Any:
+        made = inner(cache, *given)
+        if loses and any(inside):
+            raise RuntimeError(CPU_ERROR)
+        return made
+
+    def run(generator: Generator, prompt: Any, progress: Any) -> Any:
+        nonlocal loses
+        loses = prompt.json_idx % 2 == 1
+        found = whole(generator, prompt, progress)
+        expected.setdefault("texts", texts(found))
+        assert texts(found) == expected["texts"]
+        return found
+
+    loses, whole = False, Generator.run
+    monkeypatch.setattr(PagedKV, "select", select)
+    monkeypatch.setattr(PagedKV, place, lossy)
+    monkeypatch.setattr(Generator, "run", run)
+    monkeypatch.setattr("generator.stream_key", lambda *given: 5)  # all prompts are one prompt
+    (tmp_path / "p.json").write_text(json.dumps([{"prompt": "one"}] * 7))
+    flags = ["--speculative_rejection", "--init_batch_size", "24", "--refill", "--schedule"]
+    flags += ["halving", "--min_tokens", "8", "--max_gen_tokens", "96", "--save_token_ids"]
+    code, errors = cli(*flags)
+    assert code == 1 and "3 prompts failed" in errors, errors
+    assert [f["JSON_idx"] for f in failures(tmp_path)] == [1, 3, 5]
+    assert all("out of memory" in f["reason"] for f in failures(tmp_path))
+    assert len(records(tmp_path / "out")) == 4
+    assert len(caches) == 2  # the generator's and the reward model's
+    for cache in caches:
+        cache.clear()
+        check_pages(cache)
+        assert cache.num_free_pages == cache.num_pages
+
+
+def test_lost_memory_while_rows_grow_loses_no_page(
+    tiny_models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = new_cache(load(tiny_models / "tiny-llama").config)
+    cache.add_rows(3)
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(torch, "from_numpy", Mock(side_effect=MemoryError()))
+        cache.grow(20)
+    assert cache.num_free_pages == cache.num_pages and not cache.lengths.any()
+    cache.grow(20)
+    check_pages(cache)
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(16, 300), (8, 256)])
+def test_a_workspace_that_does_not_fit_is_measured_smaller(
+    tiny_models: Path, monkeypatch: pytest.MonkeyPatch, rows: int, tokens: int
+) -> None:
+    """The warm-up passes that plan the memory of a GPU; the run itself has the same N."""
+    changes: dict[str, Any] = {"batch_size": 24}
+    expected, ops = run_search(tiny_models, **changes), SmallMemory(rows, tokens)
+    measured: list[int] = []
+
+    def measure(model: Any, judge: Any, ops: Any, sampler: Any, *given: Any) -> Any:
+        measured.append(workspace.measure_decode(model, ops, sampler, 32, 16))
+        measured.append(workspace.measure_read(model, ops, 2048))
+        return workspace.Workspace()
+
+    def peak(device: torch.device, work: Callable[[], Any]) -> int:
+        work()
+        return 1
+
+    monkeypatch.setattr(workspace, "_peak", peak)
+    monkeypatch.setattr("suite.run_plan._workspace", measure)
+    monkeypatch.setattr("suite.assembly.make_ops", lambda device, dtype: ops)
+    made = run_search(tiny_models, **changes)
+    assert measured == [1, 1]
+    assert texts(made) == texts(expected)
+
+
 def test_caches_that_no_memory_can_hold_are_a_mistake_of_the_command(cli: Any) -> None:
     flags = ["--kv_cache_gb", "1000000", "--batch_size", "100000", "--max_gen_tokens", "400"]
     code, errors = cli(*flags)
@@ -285,6 +428,34 @@ def test_failures_that_can_not_be_recorded_are_said(tmp_path: Path, blocked: str
         (tmp_path / blocked).mkdir()
         with pytest.raises(NotWritten, match=r"failures\.jsonl could not be written"):
             run.record_failure(prompts(1)[0], "a reason")
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+@pytest.mark.parametrize("call", ["open", "replace", "fsync"])
+def test_a_folder_that_becomes_read_only(
+    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    """At the call of the system itself: permissions bind no root. A rerun finishes the folder."""
+    inner, out = getattr(os, call), tmp_path / "out"
+
+    def refused(*given: Any, **more: Any) -> Any:
+        handle = call == "fsync" and os.readlink(f"/proc/self/fd/{given[0]}")
+        if "prompt_0001" in str(handle or given[0]):
+            raise OSError(number, os.strerror(number))
+        return inner(*given, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, refused)
+        code, errors = cli()
+    assert code == 1 and "Traceback" not in errors
+    assert f"{out}/tiny-llama_tiny-reward_prompt_0001.json could not be written: " in errors
+    assert os.strerror(number) in errors and "Files written before are whole" in errors
+    assert list(records(out)) == ["tiny-llama_tiny-reward_prompt_0000.json"]
+    before = {path.name: path.read_bytes() for path in out.glob("*.json")}
+    assert not list(out.glob(".*.tmp"))
+    assert cli()[0] == 0
+    assert len(records(out)) == 3
+    assert before.items() <= {path.name: path.read_bytes() for path in out.glob("*.json")}.items()
 
 
 def test_a_folder_deleted_in_the_middle(
