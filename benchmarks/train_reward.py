@@ -4,8 +4,9 @@
 
 Any causal model with a chat template that `transformers` reads as a sequence classifier will do
 (Llama, Mistral, Qwen2, Qwen3; a folder, a GGUF file or the embedded SmolLM2). The run resumes
-from `<out>/checkpoint`, is the same for the same seed, and writes the adapter, `config.json` and
-`metrics.json`. A GPU is wanted for real training; a CPU does for small trials.
+from `<out>/checkpoint`, is the same for the same seed, and writes the adapter (`--rank 0`: a whole
+model with its tokenizer), `config.json` and `metrics.json`; `main.py --reward_model_name <out>`
+scores as it was trained. A GPU is wanted for real training; a CPU does for small trials.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     recipe = training.Recipe(**{name: getattr(args, name) for name in _recipe_defaults()})
     base = backbone.find_model(args.model)
     tokenizer, facts = backbone.load_tokenizer(base)
+    scoring = package.scoring_facts(tokenizer, facts, recipe.max_length)
     logger.info("%s; the score is read at %s (%d)", base.name, facts.turn_end, facts.turn_end_id)
     sets = {
         name: load_set(path, tokenizer, facts, recipe.max_length)
@@ -93,7 +95,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         return {}
     metrics: dict[str, Any] = {"versions": versions(args.device)}
     if not args.evaluate_only:
-        model, metrics["training"] = train(args, recipe, base, facts, sets["train"])
+        model, metrics["training"] = train(
+            args, recipe, base, tokenizer, facts, scoring, sets["train"]
+        )
     if recipe.rank:  # what is reported is what was written
         model, _, _ = package.load_package(args.out, base, torch.device(args.device))
     metrics.update(evaluate(args, model, facts, sets.get("valid")))
@@ -110,7 +114,7 @@ def load_set(path: Path, tokenizer: Any, facts: pairs.Facts, max_length: int) ->
         if theirs != facts:
             raise ValueError(f"{path} was made for {theirs}, the model has {facts}")
         return loaded
-    loaded, skipped = pairs.encode_records(pairs.read_records(path), tokenizer, facts, max_length)
+    loaded, skipped = pairs.encode_records(pairs.read_records(path), tokenizer, max_length)
     logger.info("%s: %d pairs, %d with an over-long prompt left out", path, len(loaded), skipped)
     return loaded
 
@@ -119,7 +123,9 @@ def train(
     args: argparse.Namespace,
     recipe: training.Recipe,
     base: Path,
+    tokenizer: Any,
     facts: pairs.Facts,
+    scoring: dict[str, Any],
     loaded: list[pairs.Pair],
 ) -> tuple[backbone.RewardModel, dict[str, Any]]:
     device = torch.device(args.device)
@@ -151,15 +157,14 @@ def train(
         "elapsed_sec": round(time.monotonic() - begin, 1),
     }
     name = args.base_name or args.model
-    package.save_package(model, args.out, name, base, facts, recipe, told)
+    package.save_package(model, tokenizer, args.out, name, base, recipe, scoring, told)
     return model.eval(), told
 
 
 def make_samples(args: argparse.Namespace, base: Path, tokenizer: Any, facts: pairs.Facts) -> None:
     records = json.loads(args.sample_prompts.read_text())
     prompts = [
-        pairs.encode_prompt(pairs.messages_of(r), tokenizer, facts, args.max_length)
-        for r in records
+        pairs.encode_prompt(pairs.messages_of(r), tokenizer, args.max_length) for r in records
     ]
     answers = samples.draw_samples(
         base, facts, prompts, SAMPLE_CANDIDATES, SAMPLE_TOKENS, torch.device(args.device), args.seed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -14,12 +15,13 @@ from engine.config import ModelConfig, UnsupportedModel, read_config
 from engine.model import Transformer
 from engine.weights import BadWeights, load_model, merge_lora
 from rewards.heads import ARMO_HEADER, Head, build_head, head_names
-from suite.chat import Chat, reward_chat
+from suite.chat import KEEP, Chat, chat_format, load_tokenizer, reward_chat
 from suite.model_files import GENERATORS
 from suite.models import ModelSource, resolve
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_FORMAT = "speculative-rejection-reward-adapter"
+CLASSIFIER_FORMAT = "speculative-rejection-reward-classifier"  # benchmarks/train_reward.py's whole
 PEFT_PREFIX = "base_model.model.model."
 
 
@@ -44,7 +46,10 @@ def load_reward_model(source: ModelSource, dtype: torch.dtype, device: torch.dev
             f"{source.name} is a language model without a reward head; to reward answers by "
             "perplexity, give the same name as --llm_name and --reward_model_name"
         )
-    chat = reward_chat(folder, source.name, architecture)
+    if raw.get("format") == CLASSIFIER_FORMAT:
+        chat = _trained_chat(folder, folder, raw.get("scoring"))
+    else:
+        chat = reward_chat(folder, source.name, architecture)
     if architecture == "LlamaForRewardModelWithGating":
         _check_header(folder, chat)
     prefix = "backbone_model." if architecture == "RewardModel" else ""
@@ -59,6 +64,27 @@ def load_reward_model(source: ModelSource, dtype: torch.dtype, device: torch.dev
     )
     shape = {**raw, "hidden_size": config.hidden_size}
     return RewardModel(backbone, build_head(architecture, shape, tensors), chat)
+
+
+def scoring_chat(tokenizer: Any, scoring: dict[str, Any]) -> Chat:
+    """Conversations as benchmarks/train_reward.py makes them: the score token ends each."""
+    form = chat_format(tokenizer, generation=bool(scoring.get("add_generation_prompt")))
+    form = dataclasses.replace(form, after=scoring["score_token"], answer_trim=KEEP)
+    return Chat(tokenizer, form)
+
+
+def _trained_chat(folder: Path, tokenizer_folder: Path, scoring: Any) -> Chat:
+    """By what the trainer wrote into the config of `folder`."""
+    if not isinstance(scoring, dict) or not isinstance(scoring.get("score_token"), str):
+        raise BadWeights(f"{folder}/config.json names no scoring.score_token; copy it again")
+    chat = scoring_chat(load_tokenizer(tokenizer_folder), scoring)
+    if chat.after_ids != [scoring.get("score_token_id")]:
+        raise BadWeights(
+            f"{folder}: the score is read at {scoring['score_token']!r}, id "
+            f"{scoring.get('score_token_id')}; the tokenizer of {tokenizer_folder} makes it "
+            f"{chat.after_ids}: take the tokenizer that it was trained with"
+        )
+    return chat
 
 
 def _check_header(folder: Path, chat: Chat) -> None:
@@ -116,6 +142,9 @@ def _load_adapter(
     if stray or len(head) < len(names):
         raise BadWeights(f"{folder}: expected {names} and an adapter, got also {stray[:4]}")
     merge_lora(backbone, tensors, scaling, PEFT_PREFIX)
-    chat = reward_chat(base_folder, base.name, architecture, cut_after=True)
+    if "scoring" in raw:
+        chat = _trained_chat(folder, base_folder, raw["scoring"])
+    else:
+        chat = reward_chat(base_folder, base.name, architecture, cut_after=True)
     shape = {"hidden_size": backbone.config.hidden_size}
     return RewardModel(backbone, build_head(architecture, shape, head), chat)

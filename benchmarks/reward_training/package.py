@@ -1,9 +1,10 @@
 """What a trained reward model is on disk, and loading it again through `transformers` and `peft`.
 
 With LoRA: `adapter_model.safetensors` holds peft's names
-(`base_model.model.model.layers.0.self_attn. q_proj.lora_A.weight`, [rank, in], and `lora_B`,
+(`base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`, [rank, in], and `lora_B`,
 [out, rank]; the weight is W + alpha / rank * B @ A) and `score.weight` [1, hidden] float32. Rank
-0 writes a whole Hugging Face sequence classifier instead.
+0 writes a whole Hugging Face sequence classifier with its tokenizer instead. Either config says
+under `scoring` how the suite is to make a conversation, which is checked before training.
 Invariant: a name that the model lacks, or a weight that the file lacks, is an error.
 """
 
@@ -25,27 +26,58 @@ from benchmarks.reward_training.backbone import (
     load_backbone,
     lora_config,
 )
-from benchmarks.reward_training.pairs import Facts
+from benchmarks.reward_training.pairs import Facts, encode_records, sequences
 from benchmarks.reward_training.training import Recipe
+from rewards.loading import ADAPTER_FORMAT, CLASSIFIER_FORMAT, scoring_chat
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "config.json"
-FORMAT = "speculative-rejection-reward-adapter"
+PROBE = {"prompt": "Why is the sky blue?", "chosen": "Because.", "rejected": "It is not."}
+
+
+def scoring_facts(tokenizer: Any, facts: Facts, max_length: int) -> dict[str, Any]:
+    """How the suite makes the ids of a conversation: as they were trained on, or ValueError.
+
+    The generation prompt can differ from what a template writes before a finished answer (Qwen3's
+    empty thoughts, Mistral's blank), so the one that gives the trained ids is written down.
+    """
+    scoring = {
+        "template": facts.template,
+        "add_generation_prompt": True,
+        "system_turn": "the template's own",
+        "score_token": facts.turn_end,
+        "score_token_id": facts.turn_end_id,
+        "score_position": "the token that ends the assistant's turn; nothing after it is kept",
+        "unfinished_answer": "the turn end is put after the answer so far, and read",
+        "max_length": max_length,
+    }
+    pairs, _ = encode_records([PROBE], tokenizer, 1 << 20)
+    trained = [row.tolist() for row in sequences(pairs, facts)]
+    answers = [PROBE["chosen"], PROBE["rejected"]]
+    for generation in (True, False):
+        found = {**scoring, "add_generation_prompt": generation}
+        if scoring_chat(tokenizer, found).conversation_ids(PROBE["prompt"], answers) == trained:
+            return found
+    raise ValueError(
+        "the tokenizer gives one text other ids in parts than as a whole, so main.py would score "
+        f"other ids than are trained (first pair: {trained[0][-12:]}); take a base model with a "
+        "tokenizer.json whose chat template writes control tokens around the answer"
+    )
 
 
 def save_package(
     model: RewardModel,
+    tokenizer: Any,
     folder: Path,
     base_name: str,
     base_file: Path,
-    facts: Facts,
     recipe: Recipe,
+    scoring: dict[str, Any],
     training: dict[str, Any],
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if recipe.rank == 0:
-        model.classifier.config.architectures = [type(model.classifier).__name__]
-        model.classifier.save_pretrained(folder)
+        _save_whole(model, tokenizer, folder, scoring, {**asdict(recipe), **training})
         return
     tensors = {
         name: weight.detach().cpu().to(torch.float32 if name == "score.weight" else torch.float16)
@@ -55,10 +87,25 @@ def save_package(
     save_file({name: t.contiguous() for name, t in tensors.items()}, partial, {"format": "pt"})
     os.replace(partial, folder / WEIGHTS)
     text = json.dumps(
-        package_config(model, base_name, base_file, facts, recipe, training), indent=2
+        package_config(model, base_name, base_file, recipe, scoring, training), indent=2
     )
     (folder / CONFIG).write_text(text + "\n")
     _save_peft_config(folder, recipe, base_name)
+
+
+def _save_whole(
+    model: RewardModel,
+    tokenizer: Any,
+    folder: Path,
+    scoring: dict[str, Any],
+    training: dict[str, Any],
+) -> None:
+    model.classifier.config.architectures = [type(model.classifier).__name__]
+    model.classifier.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    path = folder / CONFIG
+    told = {"format": CLASSIFIER_FORMAT, "num_labels": 1, "scoring": scoring, "training": training}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **told}, indent=2) + "\n")
 
 
 def _save_peft_config(folder: Path, recipe: Recipe, base_name: str) -> None:
@@ -74,13 +121,13 @@ def package_config(
     model: RewardModel,
     base_name: str,
     base_file: Path,
-    facts: Facts,
     recipe: Recipe,
+    scoring: dict[str, Any],
     training: dict[str, Any],
 ) -> dict[str, Any]:
     config = model.classifier.config
     return {
-        "format": FORMAT,
+        "format": ADAPTER_FORMAT,
         "format_version": 1,
         "architectures": [type(model.classifier).__name__],
         "model_type": config.model_type,
@@ -89,7 +136,7 @@ def package_config(
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_hidden_layers,
         "num_labels": 1,
-        "pad_token_id": facts.pad_id,
+        "pad_token_id": config.pad_token_id,
         "lora": {
             "rank": recipe.rank,
             "alpha": recipe.lora_alpha,
@@ -98,16 +145,7 @@ def package_config(
             "dtype": "float16",
         },
         "head": {"tensor": "score.weight", "shape": [1, config.hidden_size], "bias": False},
-        "scoring": {
-            "template": facts.template,
-            "add_generation_prompt": False,
-            "system_turn": "the template's own",
-            "score_token": facts.turn_end,
-            "score_token_id": facts.turn_end_id,
-            "score_position": "the token that ends the assistant's turn; nothing after it is kept",
-            "unfinished_answer": "the turn end is put after the answer so far, and read",
-            "max_length": recipe.max_length,
-        },
+        "scoring": scoring,
         "training": {**asdict(recipe), **training},
     }
 
@@ -123,8 +161,8 @@ def load_package(
 ) -> tuple[RewardModel, Facts, dict[str, Any]]:
     """The scorer of `folder` on the base weights at `base`, through `transformers` and `peft`."""
     config = json.loads((folder / CONFIG).read_text())
-    if config.get("format") != FORMAT:
-        raise ValueError(f"{folder / CONFIG}: format must be {FORMAT!r}")
+    if config.get("format") != ADAPTER_FORMAT:
+        raise ValueError(f"{folder / CONFIG}: format must be {ADAPTER_FORMAT!r}")
     scoring = config["scoring"]
     facts = Facts(
         scoring["score_token"],

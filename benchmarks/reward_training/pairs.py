@@ -31,7 +31,7 @@ class Facts:
     turn_end: str
     turn_end_id: int
     pad_id: int
-    template: str  # "chat" or "plain"
+    template: str = "chat"  # the only one; token files and packages have it written
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +66,10 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def encode_records(
-    records: Sequence[dict[str, Any]], tokenizer: Any, facts: Facts, max_length: int
+    records: Sequence[dict[str, Any]], tokenizer: Any, max_length: int
 ) -> tuple[list[Pair], int]:
     """Returns the pairs and how many were left out because their prompt fills `max_length`."""
-    prompts = [encode_prompt(messages_of(r), tokenizer, facts, max_length) for r in records]
+    prompts = [encode_prompt(messages_of(r), tokenizer, max_length) for r in records]
     chosen = encode_texts([r["chosen"] for r in records], tokenizer)
     rejected = encode_texts([r["rejected"] for r in records], tokenizer)
     pairs = []
@@ -96,25 +96,19 @@ def messages_of(record: dict[str, Any]) -> list[dict[str, str]]:
     return record.get("messages") or [{"role": "user", "content": record["prompt"]}]
 
 
-def encode_prompt(
-    messages: list[dict[str, str]], tokenizer: Any, facts: Facts, max_length: int
-) -> np.ndarray:
+def encode_prompt(messages: list[dict[str, str]], tokenizer: Any, max_length: int) -> np.ndarray:
     """The ids up to where the answer begins; the oldest exchanges go while it is too long."""
     while True:
-        ids = _prompt_ids(messages, tokenizer, facts)
+        ids = _prompt_ids(messages, tokenizer)
         if len(ids) < max_length - MIN_CUT_TOKENS or len(messages) < 3:
             return np.asarray(ids, dtype=np.int32)
         first = 1 if messages[0]["role"] == "system" else 0
         messages = messages[:first] + messages[first + 2 :]
 
 
-def _prompt_ids(messages: list[dict[str, str]], tokenizer: Any, facts: Facts) -> list[int]:
-    if facts.template == "chat":
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-    text = "\n\n".join(m["content"] for m in messages) + "\n\n"
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *ids]
+def _prompt_ids(messages: list[dict[str, str]], tokenizer: Any) -> list[int]:
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def encode_texts(texts: list[str], tokenizer: Any) -> list[np.ndarray]:
