@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import random
@@ -463,17 +464,41 @@ def _with_times(out: Path) -> list[list[dict[str, Any]]]:
 # ---- nothing runs code from a model --------------------------------------------------------------
 
 
+ROOT = Path(main.__file__).parent
+
+
+def _sources() -> list[Path]:
+    """The project's own Python files without the tests; what is hidden is not entered."""
+    tops = [p for p in ROOT.iterdir() if p.name != "tests" and not p.name.startswith(".")]
+    return [*ROOT.glob("*.py"), *(file for top in tops for file in top.rglob("*.py"))]
+
+
 def test_no_pickle_and_no_remote_code_in_the_project() -> None:
-    root = Path(main.__file__).parent
     words = ("pickle.load", "torch.load(", "weights_only=False", "eval(", "exec(")
     words += ("import pickle", "from pickle", "allow_pickle", "import marshal", "import shelve")
     words += ("import joblib", "torch.jit.load", "os.system(", "shell=True")
-    for path in root.rglob("*.py"):
-        if not {".venv", "tests"} & set(path.relative_to(root).parts):
-            # Said as False it is fine: left out, a tokenizer with code of its own would ask.
-            content = path.read_text().replace("trust_remote_code=False", "")
-            assert "trust_remote_code" not in content, path
-            assert not [w for w in words if re.search(rf"(?<![\w.]){re.escape(w)}", content)], path
+    for path in _sources():
+        # Said as False it is fine: left out, a tokenizer with code of its own would ask.
+        content = path.read_text().replace("trust_remote_code=False", "")
+        assert "trust_remote_code" not in content, path
+        assert not [w for w in words if re.search(rf"(?<![\w.]){re.escape(w)}", content)], path
+
+
+def test_every_load_by_transformers_names_what_it_refuses() -> None:
+    """Left out, code of the folder would be offered, and a pickle be opened."""
+    seen = set()
+    for path in _sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = node.func if isinstance(node, ast.Call) else None
+            if not isinstance(called, ast.Attribute) or called.attr != "from_pretrained":
+                continue
+            owner = ast.unparse(called.value).rpartition(".")[2]
+            said = {k.arg: ast.unparse(k.value) for k in node.keywords}
+            assert said.get("trust_remote_code") == "False", f"{path}:{node.lineno}"
+            if "Tokenizer" not in owner and "Config" not in owner:
+                assert said.get("use_safetensors") == "True", f"{path}:{node.lineno}"
+            seen.add(path.relative_to(ROOT).parts[0])
+    assert seen >= {"suite", "benchmarks"}
 
 
 def test_importing_main_does_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import time
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 import suite.chat
+from benchmarks import train_reward
+from benchmarks.reward_training import backbone
 from engine.weights import BadWeights, load_model
 from rewards.loading import load_reward_model
 from suite.chat import generator_chat, load_tokenizer, stop_ids
@@ -83,6 +86,69 @@ def test_a_hostile_template_is_one_clear_error(
     with pytest.raises(ValueError, match=reason):
         generator_chat(model, "model")
     assert time.monotonic() - start < 20
+
+
+# ---- the trainer's base model --------------------------------------------------------------------
+
+
+def train(model: Path, out: Path) -> None:
+    pairs = out.parent / "pairs.jsonl"
+    one = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    pairs.write_text("".join(json.dumps({**one, "gid": i}) + "\n" for i in range(4)))
+    argv = ["--train", pairs, "--model", model, "--out", out, "--device", "cpu"]
+    argv += ["--epochs", 1, "--rank", 2, "--batch_pairs", 2, "--max_length", 96]
+    train_reward.main([str(a) for a in argv])
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_the_trainer_never_opens_a_pickle(model: Path, tmp_path: Path, beside: bool) -> None:
+    class Malicious:
+        def __reduce__(self) -> tuple[object, ...]:
+            return Path.touch, (tmp_path / "ran",)
+
+    if not beside:
+        (model / "model.safetensors").unlink()
+    (model / "pytorch_model.bin").write_bytes(pickle.dumps(Malicious()))
+    if beside:
+        train(model, tmp_path / "out")
+    else:
+        with pytest.raises(ValueError, match=r"pytorch_model\.bin.*convert them to safetensors"):
+            train(model, tmp_path / "out")
+        _, facts = backbone.load_tokenizer(model)
+        with pytest.raises(OSError, match="safetensors"):  # nor past the check
+            backbone.load_backbone(model, facts, torch.float32)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_trainer_never_imports_code_of_a_model(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "y")
+    ran = tmp_path / "ran"
+    (model / "evil.py").write_text(f"open({str(ran)!r}, 'w')\nclass T: pass\n")
+    names = ("AutoConfig", "AutoModelForCausalLM", "AutoModelForSequenceClassification")
+    edit(model / "config.json", auto_map=dict.fromkeys(names, "evil.T"))
+    edit(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.T", "evil.T"]})
+    train(model, tmp_path / "out")
+    assert not ran.exists() and not asked
+
+
+def test_the_trainer_follows_no_adapter_to_another_model(model: Path, tmp_path: Path) -> None:
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / "other")}
+    (model / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"adapter_config\.json.*merge the adapter"):
+        train(model, tmp_path / "out")
+
+
+def test_the_trainers_base_has_a_bounded_template(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suite.chat, "RENDER_SEC", 0.5)
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    (model / "chat_template.jinja").write_text(loop)
+    with pytest.raises(ValueError, match=r"does not end within 0\.5 s"):
+        train(model, tmp_path / "out")
 
 
 # ---- sizes ---------------------------------------------------------------------------------------

@@ -41,7 +41,13 @@ def draw_samples(
     name, keywords = pretrained(base)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(
-        name, dtype=dtype, local_files_only=True, attn_implementation="sdpa", **keywords
+        name,
+        dtype=dtype,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        attn_implementation="sdpa",
+        **keywords,
     ).to(device)
     top = max(len(p) for p in prompts)
     ids = torch.full((len(prompts), top), facts.pad_id, dtype=torch.int64)
