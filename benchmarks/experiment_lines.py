@@ -2,14 +2,15 @@
 
 A line holds scores of all, the text of the winner alone, costs, and the rounds in numbers; the
 scores of a pool are stored exactly. A hundred prompts stay under 20 MB. Lines that a crash cut
-short are not read, so what they stood for is done again. The invariant: a folder holds one
-experiment; another's settings are refused by name.
+short, or that are otherwise damaged, are not read, so what they stood for is done again. The
+invariant: a folder holds one experiment; another's settings are refused by name.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,15 +19,21 @@ from typing import Any
 import numpy as np
 
 from benchmarks.experiment_plan import FILES, PARTIAL, POOL, SELF_POOL, Config, Size
+from postprocess.reading import count_of, finite
 from postprocess.stats import spearman
 from suite.files import dumps_strict, json_lines, write_whole
 from suite.settings import Settings, settings_for_sameness
 
+log = logging.getLogger(__name__)
+
 Line = dict[str, Any]
+COUNTS = ("tokens_generated", "tokens_scored")
+SECONDS = ("elapsed_sec", "generation_sec", "reward_sec")
 ROUND_FIELDS = (
     *("rows", "stop_length", "kept", "cutoff", "tokens_generated", "tokens_scored"),
     *("kv_bytes", "reward_kv_bytes"),
 )
+ROUND_COUNTS = tuple(name for name in ROUND_FIELDS if name != "cutoff")
 
 
 class Archive:
@@ -34,10 +41,13 @@ class Archive:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        lines = [line for name in FILES for line in json_lines(self.path(name))]
-        self.done: dict[tuple[int, str], Line] = {
-            (line["JSON_idx"], line["config"]): line for line in lines
-        }
+        self.done: dict[tuple[int, str], Line] = {}
+        for name in FILES:
+            lines = json_lines(self.path(name))
+            sound = [line for line in lines if is_whole(line)]
+            self.done |= {(line["JSON_idx"], line["config"]): line for line in sound}
+            if damaged := len(lines) - len(sound):
+                log.warning("%s: %d damaged lines are not read", self.path(name), damaged)
 
     def path(self, file: str) -> Path:
         return self.folder / f"{file}.jsonl"
@@ -89,6 +99,58 @@ class Archive:
         torn = path.exists() and not path.read_bytes().endswith(b"\n")
         with path.open("a", encoding="utf-8") as stream:
             stream.write(("\n" if torn else "") + text + "\n")
+
+
+def is_whole(line: Line) -> bool:
+    """Whether a line has what every table reads of it."""
+    if count_of(line.get("JSON_idx")) is None or not isinstance(line.get("config"), str):
+        return False
+    if "failed" in line:
+        return isinstance(line["failed"], str)
+    best = line.get("best")
+    return (
+        all(count_of(line.get(name)) is not None for name in COUNTS)
+        and all((sec := finite(line.get(name))) is not None and sec >= 0 for name in SECONDS)
+        and isinstance(best, dict)
+        and isinstance(best.get("output"), str)
+        and finite(best.get("score")) is not None
+        and all(name in line for name in _lists_of(line["config"]))
+        and _lists_are_whole(line)
+    )
+
+
+def _lists_of(config: str) -> tuple[str, ...]:
+    """What the tables read of this configuration beside the costs; see `_details`."""
+    if config in (POOL, SELF_POOL):
+        return ("scores", "num_tokens", "winners")
+    return ("partials",) if config == PARTIAL else ()
+
+
+def _lists_are_whole(line: Line) -> bool:
+    """The parts that some configurations have."""
+    scores, lengths = line.get("scores", [0.0]), line.get("num_tokens", [])
+    if not isinstance(scores, list) or not scores or None in map(finite, scores):
+        return False
+    if not isinstance(lengths, list) or None in map(count_of, lengths):
+        return False
+    winners, rounds = line.get("winners", []), line.get("rounds", [])
+    if not all(_objects(entries) for entries in (winners, rounds)):
+        return False
+    counts = [entry.get(name) for entry in rounds for name in ROUND_COUNTS]
+    if None in map(count_of, counts) or (rounds and "scores" not in line):
+        return False
+    partials = line.get("partials", {})
+    pairs = [*partials.values()] if isinstance(partials, dict) else [None]
+    pairs += [entry["partial"] for entry in rounds if "partial" in entry]
+    return all(
+        isinstance(pair, list) and len(pair) == 2 and count_of(pair[0]) is not None
+        and (pair[1] is None or finite(pair[1]) is not None)
+        for pair in pairs
+    )  # fmt: skip
+
+
+def _objects(entries: Any) -> bool:
+    return isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
 
 
 def failed_line(json_idx: int, config: Config, reason: str) -> Line:

@@ -121,7 +121,7 @@ def gather(logged: Sequence[Logged]) -> dict[int, Texts]:
     parts: dict[int, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = defaultdict(list)
     for item in logged:
         for length, scores in item.partial.items():
-            usable = [i for i in scores if i in item.score and (i, length) in item.place]
+            usable = [i for i in scores if i in item.score and item.has_state(i, length)]
             if len(usable) < MIN_TEXTS_A_PROMPT:
                 continue
             assert item.states is not None, "read with states"

@@ -23,7 +23,7 @@ if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from postprocess.command import Refused, dump, write_text
-from postprocess.reading import load_json
+from postprocess.reading import BadFile, finite, load_json, shown
 
 ALPACA_EVAL = "0.6.6"
 OPENAI_ANNOTATOR = "weighted_alpaca_eval_gpt4_turbo"
@@ -35,6 +35,8 @@ GAMED_COLUMNS = (
     *("index", "preference", "std_delta_len", "instruction_difficulty"),
     *("not_gamed_baseline", "model"),
 )
+RATES = ("win_rate", "length_controlled_winrate")
+CACHE_KEYS = ("instruction", "output_1", "output_2", "annotator")
 # alpaca_eval fills its prompt by replacing these in order, and cuts it at the turn marks: as text
 # in an answer they would swallow the other answer or end the prompt.
 MARKS = re.compile(r"<\|(?=im_start\|>|im_end\|>)|\{(?=(?:instruction|output_1|output_2)\})")
@@ -98,7 +100,28 @@ def run_job(
     if child.returncode or not result.is_file():
         text = f"alpaca_eval failed (exit code {child.returncode}): {_reason(log)}"
         raise Refused(f"{text}; all of it: {log}")
-    return load_json(result)
+    return checked_metrics(load_json(result), result)
+
+
+def checked_metrics(rows: Any, path: Path) -> list[dict[str, Any]]:
+    """One row a generator, of numbers that can be printed; Refused names what is none."""
+    where = f"{path}: not the judge's metrics"
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise Refused(f"{where}, want a list of objects")
+    names = [row.get("generator") for row in rows]
+    if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
+        raise Refused(f"{where}, want each generator once")
+    for row in rows:
+        for key, value in row.items():
+            if key != "generator" and value is not None and finite(value) is None:
+                raise Refused(f"{where}: {shown(key)}: want a number, got {shown(value)}")
+        total = row.get("n_total")
+        if total is None or total < 0 or total != int(total) or row.get("avg_length") is None:
+            raise Refused(f"{where}: n_total or avg_length is missing")
+        rates = [row.get(key) for key in RATES]
+        if (total and rates[0] is None) or any(r is not None and not 0 <= r <= 100 for r in rates):
+            raise Refused(f"{where}: want win rates from 0 to 100, got {shown(rates)}")
+    return rows
 
 
 def redact(text: str, secrets: Sequence[str]) -> str:
@@ -202,12 +225,25 @@ def forget_failures(cache: Path) -> None:
 
     Its own switch for that, is_store_missing_annotations=False, breaks on an empty cache.
     """
-    rows = load_json(cache) if cache.is_file() else []
-    kept = [row for row in rows if row.get("preference") not in (None, -1)]
+    try:
+        rows = load_json(cache) if cache.is_file() else []
+        if not isinstance(rows, list):
+            raise BadFile(f"{shown(cache.name)}: want a list of judgements")
+    except BadFile as error:
+        raise BadFile(f"{error}; --fresh begins a new cache") from error
+    kept = [row for row in rows if _is_judgement(row)]
     if kept:
         write_text(cache, dump(kept))
     else:
         cache.unlink(missing_ok=True)
+
+
+def _is_judgement(row: Any) -> bool:
+    """Whole, and no failure."""
+    if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in CACHE_KEYS):
+        return False
+    preference = finite(row.get("preference"))
+    return preference is not None and 0 <= preference <= 2
 
 
 def _own_annotator(job: Job) -> str:

@@ -15,11 +15,12 @@ import numpy as np
 
 from postprocess.command import LOG
 from postprocess.pool import Pool
-from postprocess.reading import BadFile, load_objects, shown
+from postprocess.reading import MAX_SCORE, BadFile, count_of, finite, load_objects, shown
 from postprocess.rounds import partials_of
 from postprocess.runs import Run
 from suite.hidden import BadStates, States, read_states, states_path
 
+LONGEST_TOKENS = 1 << 24  # beyond any model's
 FIXED = ("prompt", "end")  # what the reward model reads beside the answers
 
 
@@ -53,6 +54,12 @@ class Logged:
         """Without the stop token: what the reward model reads of the whole answer."""
         return self.num_tokens[index] - self.stopped[index]
 
+    def has_state(self, index: int, length: int) -> bool:
+        """Whether the log holds hidden states of finite numbers there."""
+        if (place := self.place.get((index, length))) is None or self.states is None:
+            return False
+        return bool(np.isfinite(self.states.hidden[place]).all())
+
     @property
     def pool(self) -> Pool:
         indices = list(self.score)
@@ -76,6 +83,21 @@ def logged_of(runs: Sequence[Run], *, with_states: bool) -> Iterator[Logged]:
                     LOG.warning("%s: left out, %s", shown(run.folder.name), error)
 
 
+def _check(item: dict[str, Any], made: Logged) -> None:
+    """Counts that are counts, scores that are numbers, each candidate once."""
+    if any(count_of(item[f"reward_{name}_tokens"]) is None for name in FIXED):
+        raise ValueError("reward_prompt_tokens is no count")
+    if len(made.score) < len(item["trajectories"]):
+        raise ValueError("a candidate stands twice")
+    for index, number in made.num_tokens.items():
+        if count_of(number) is None or not 1 <= number <= LONGEST_TOKENS:
+            raise ValueError(f"num_tokens of candidate {index}: {shown(number)}")
+        if (score := finite(made.score[index])) is None or abs(score) > MAX_SCORE:
+            raise ValueError(f"score of candidate {index}: {shown(made.score[index])}")
+    if any(abs(s) > MAX_SCORE for scores in made.partial.values() for s in scores.values()):
+        raise ValueError("a partial score is beyond all scores")
+
+
 def _logged(
     run: Run, idx: int, path: Path, number: int, item: dict[str, Any], with_states: bool
 ) -> Logged:
@@ -91,8 +113,8 @@ def _logged(
             score={t["candidate"]: t["score"] for t in item["trajectories"]},
             partial=partials,
         )
-        if partials and not all(isinstance(item[f"reward_{k}_tokens"], int) for k in FIXED):
-            raise ValueError("reward_prompt_tokens is no count")
+        if partials:
+            _check(item, made)
     except (KeyError, TypeError, ValueError) as error:
         raise BadFile(f"{name}: partial scores or trajectories are damaged ({error})") from error
     if not partials:

@@ -44,7 +44,7 @@ from postprocess.command import (
 )
 from postprocess.logged import Logged, logged_of
 from postprocess.pool import cost_at, curve, log_n_eq, sizes_up_to
-from postprocess.reading import BadFile
+from postprocess.reading import BadFile, count_of, shown
 from postprocess.replaying import LoggedDecoder, LoggedReward
 from postprocess.runs import load_runs
 from rewards.value_head import BadValueHead, ValueHead, load_value_head
@@ -211,8 +211,12 @@ def _plan(logged: Logged, args: argparse.Namespace) -> Plan:
     try:
         known = {k: v for k, v in logged.item["plan"].items() if k in Plan.__dataclass_fields__}
         plan = Plan(**known)
-        page_size = args.page_size or int(plan.page_size)
-        longest = pages_for(int(plan.max_answer_tokens), page_size)
+        page_size = args.page_size or plan.page_size
+        bound = logged.item["max_tokens"] - logged.item["num_prompt_tokens"]
+        for number in (page_size, plan.max_answer_tokens, bound):
+            if not count_of(number):
+                raise ValueError(f"want a count of tokens, got {shown(number)}")
+        longest = pages_for(plan.max_answer_tokens, page_size)
     except (KeyError, AttributeError, TypeError, ValueError) as error:
         raise BadFile(f"prompt {logged.json_idx}: its plan can't be used ({error})") from error
     pages = EVERY_PAGE if args.kv_tokens is None else args.kv_tokens // page_size

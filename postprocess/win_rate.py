@@ -172,6 +172,8 @@ def judge_pair(args: argparse.Namespace, compare_path: Path, reference_path: Pat
     )
     key = None if job.preferences else judge_key(args)
     rows = judging.run_job(job, key, hub_cache.resolve() if hub_cache else None)
+    if {row["generator"] for row in rows} != set(by_generator(compare)):
+        raise Refused(f"{shown(compare_path.name)}: the judge's metrics are of other generators")
     rows.sort(key=lambda row: -row["win_rate"] if row["win_rate"] is not None else math.inf)
     missing = [text for row in rows if (text := short_of(row, reference))]
     base = reference[0]["generator"]

@@ -82,10 +82,15 @@ def read_states(path: Path) -> States:
         with safe_open(path, framework="np") as file:
             found = file.metadata() or {}
             columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise BadStates(f"{path.name}: can't be read ({error})") from error
+    # Besides its own error the library raises what numpy does for a kind of number it lacks.
+    except (OSError, SafetensorError, TypeError, ValueError, AttributeError, KeyError) as error:
+        raise BadStates(f"{path.name}: can't be read ({str(error)[:200]})") from error
     if found.get("format") != FORMAT or set(columns) != set(COLUMNS):
         raise BadStates(f"{path.name}: not a file of hidden states")
+    if any(column.dtype != COLUMNS[name] for name, column in columns.items()):
+        raise BadStates(f"{path.name}: its columns are of other kinds of numbers")
+    if columns["candidate"].ndim != 1:
+        raise BadStates(f"{path.name}: its columns differ in length")
     number = len(columns["candidate"])
     flat = all(columns[name].shape == (number,) for name in COLUMNS if name != "hidden")
     if not flat or columns["hidden"].ndim != 2 or len(columns["hidden"]) != number:

@@ -1,8 +1,9 @@
 """Mutated files through every reader of postprocess/: a named error or a right answer, nothing
 else.
 
-10,000 files for the prompt reader, judged by an oracle that knows only JSON and max(); then
-whole archives and result files through the scripts' own main(). Fixed seeds: a failure repeats.
+For each reader some hundred files, and 10,000 in the long version; prompt files are judged by an
+oracle that knows only JSON and max(). Then whole archives through the scripts' own main(). Fixed
+seeds: a failure repeats.
 """
 
 from __future__ import annotations
@@ -12,21 +13,27 @@ import csv
 import json
 import math
 import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.experiment_accounts import by_prompt, seconds, tokens, whole
+from benchmarks.experiment_lines import ROUND_FIELDS, Archive
+from benchmarks.experiment_plan import FILES
 from postprocess import (
     check,
     concat_json,
     gather_best_ans,
+    judging,
     merge_json,
     plot_compare,
     plot_memory,
     plot_partial,
     plot_scores,
+    replay,
     win_rate,
 )
 from postprocess.command import Nothing, Refused
@@ -34,9 +41,12 @@ from postprocess.plot_memory import teeth
 from postprocess.reading import BadFile, load_objects, read_prompt
 from postprocess.rounds import partials_of, rounds_of
 from postprocess.runs import load_run
+from suite.hidden import COLUMNS, BadStates, read_states
+from suite.prompts import load_prompts
 from tests.postprocess_archive import PAIR, make_archive, make_object, write_run
 from tests.test_postprocess_pictures import spr_object
 from tests.test_postprocess_reading import paper_object
+from tests.test_replay import log_pool
 
 NAME = f"{PAIR}_prompt_0001.json"
 JUNK: list[Any] = [
@@ -199,8 +209,14 @@ def fuzz_files(folder: Path, seed: int, num_files: int) -> None:
     assert refused > num_files / 4
 
 
-def test_ten_thousand_files(tmp_path: Path) -> None:
-    fuzz_files(tmp_path, seed=20240610, num_files=10_000)
+each_reader = pytest.mark.parametrize(
+    "num_files", [300, pytest.param(10_000, marks=pytest.mark.long)]
+)
+
+
+@pytest.mark.parametrize("num_files", [1000, pytest.param(10_000, marks=pytest.mark.long)])
+def test_record_files(tmp_path: Path, num_files: int) -> None:
+    fuzz_files(tmp_path, seed=20240610, num_files=num_files)
 
 
 @pytest.mark.long
@@ -303,12 +319,13 @@ def result_rows() -> list[dict[str, Any]]:
     ]
 
 
-def test_result_files(tmp_path: Path) -> None:
-    """2,000 spoiled files of gather_best_ans.py, and as many for the judge."""
+@each_reader
+def test_result_files(tmp_path: Path, num_files: int) -> None:
+    """Spoiled files of gather_best_ans.py, for merge_json.py and for the judge."""
     rng = random.Random(5)
     path = tmp_path / "x.json"
     read = 0
-    for number in range(2000):
+    for number in range(num_files):
         path.write_bytes(mutated(result_rows(), rng))
         try:
             (files,) = merge_json.load_results(tmp_path).values()
@@ -324,7 +341,199 @@ def test_result_files(tmp_path: Path) -> None:
             continue
         assert isinstance(win_rate.faults(rows, result_rows()), list)
         assert isinstance(win_rate.length_faults(rows, result_rows()), list)
-    assert 100 < read < 1900
+    assert num_files / 20 < read < num_files * 19 / 20
+
+
+@each_reader
+def test_prompt_files(tmp_path: Path, num_files: int) -> None:
+    rng, path = random.Random(6), tmp_path / "p.json"
+    entries = [{"JSON_idx": i, "prompt": f"p{i}", "more": [i, None]} for i in range(3)]
+    read = 0
+    for number in range(num_files):
+        data = mutated(entries, rng)
+        path.write_bytes(data)
+        try:
+            prompts = load_prompts(str(path))
+        except ValueError as error:
+            assert "p.json" in str(error) and len(str(error)) < 2000, number
+            continue
+        stored = json.loads(data)
+        assert [p.prompt for p in prompts] == [entry["prompt"] for entry in stored], number
+        assert len({p.json_idx for p in prompts}) == len(prompts)
+        read += 1
+    assert num_files / 20 < read < num_files * 19 / 20
+
+
+def metrics_rows() -> list[dict[str, Any]]:
+    numbers = {"win_rate": 61.5, "standard_error": 3.25, "n_total": 2, "avg_length": 4.0}
+    more = {"length_controlled_winrate": None, "lc_standard_error": None, "n_draws": 0.0}
+    return [{"generator": name, **numbers, **more} for name in ("Bo8", "SpR_alpha_0.5")]
+
+
+@each_reader
+def test_what_the_judge_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, num_files: int
+) -> None:
+    """Spoiled metrics through win_rate.py: a table of numbers as they stood, or a named error."""
+    for name, generators in (("compare", ("Bo8", "SpR_alpha_0.5")), ("ref", ("Bo4",))):
+        rows = [{**row, "generator": g} for g in generators for row in result_rows()]
+        (tmp_path / f"x_{name}.json").write_bytes(encode(rows))
+    rng, written = random.Random(8), 0
+
+    class Child:
+        """Ends well, and leaves a spoiled file."""
+
+        returncode, stdout = 0, ()
+
+        def __init__(self, command: list[str], **_: Any) -> None:
+            job = json.loads(Path(command[-1]).read_text())
+            Path(job["folder"], "metrics.json").write_bytes(data)
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: Any) -> None:
+            pass
+
+    monkeypatch.setattr(judging.subprocess, "Popen", Child)
+    monkeypatch.setattr(win_rate, "draw", lambda *_: [])
+    line = ["--out", str(tmp_path), "--judge", "scores", "--metric", "raw"]
+    for number in range(num_files):
+        data = mutated(metrics_rows(), rng)
+        code = win_rate.main(line)
+        assert code in (0, 1), number
+        found = list(tmp_path.glob("*/leaderboard.csv"))
+        assert len(found) == (code == 0), number
+        for path in found:
+            stored = {row["generator"]: row for row in json.loads(data)}
+            with path.open() as file:
+                for row in csv.DictReader(file):
+                    assert row["win_rate"] == str(stored[row["generator"]]["win_rate"]), number
+                    assert 0 <= float(row["win_rate"]) <= 100 and row["n_total"] == "2", number
+            written += 1
+    assert "Traceback" not in capsys.readouterr().err
+    assert num_files / 20 < written < num_files * 19 / 20
+
+
+@each_reader
+def test_the_judges_cache(tmp_path: Path, num_files: int) -> None:
+    """Only judgements that are whole stay; the others are asked for again."""
+    rng, path, kept = random.Random(9), tmp_path / "cache.json", 0
+    texts = {"instruction": "i", "output_1": "a", "output_2": "b", "annotator": "j"}
+    rows = [{**texts, "instruction": f"i{n}", "preference": 1 + n / 4} for n in range(4)]
+    for number in range(num_files):
+        data = mutated([*rows, {**texts, "preference": -1}], rng)
+        path.write_bytes(data)
+        try:
+            judging.forget_failures(path)
+        except BadFile as error:
+            assert "cache.json" in str(error) and "--fresh" in str(error), number
+            continue
+        left = json.loads(path.read_text()) if path.exists() else []
+        for row in left:
+            assert row in json.loads(data), number
+            assert all(isinstance(row[key], str) for key in texts), number
+            assert 0 <= row["preference"] <= 2, number
+        kept += len(left)
+    assert kept > num_files
+
+
+@pytest.fixture(scope="module")
+def pool_folder(tiny_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Best-of-8 of one prompt with partial scores and hidden states."""
+    return log_pool(
+        tiny_models, tmp_path_factory.mktemp("pool") / "Bo8", ("Why?",),
+        batch_size=8, log_partial="8,16", max_gen_tokens=24, save_token_ids=False,
+    )  # fmt: skip
+
+
+@each_reader
+def test_hidden_state_files(pool_folder: Path, tmp_path: Path, num_files: int) -> None:
+    rng, path, read = random.Random(10), tmp_path / "x.safetensors", 0
+    (whole,) = (file.read_bytes() for file in pool_folder.glob("*.safetensors"))
+    head = 8 + int.from_bytes(whole[:8], "little")
+    for number in range(num_files):
+        start, body, action = whole[:head], whole[head:], rng.random()
+        if action < 0.5:
+            changed = encode(mutate_value(json.loads(start[8:]), rng))
+            start = len(changed).to_bytes(8, "little") + changed
+        elif action < 0.75:
+            start = mutate_bytes(start, rng)
+        else:
+            place = rng.randrange(len(body))
+            body = body[:place] + rng.randbytes(4) + body[place + 4 :]
+        path.write_bytes(start + body)
+        try:
+            states = read_states(path)
+        except BadStates as error:
+            assert "x.safetensors" in str(error) and len(str(error)) < 2000, number
+            continue
+        read += 1
+        for name, dtype in COLUMNS.items():
+            column = getattr(states, name)
+            assert column.dtype == dtype and len(column) == len(states), number
+        assert states.hidden.ndim == 2, number
+    assert num_files / 10 < read < num_files * 9 / 10
+
+
+@each_reader
+def test_logged_pools(
+    pool_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture, num_files: int
+) -> None:
+    """Spoiled logs through replay.py: a table without a NaN, or a message and a code."""
+    rng, codes = random.Random(12), Counter()
+    (record,) = pool_folder.glob("*.json")
+    whole, path = json.loads(record.read_text()), tmp_path / "Bo8" / record.name
+    path.parent.mkdir()
+    for number in range(num_files):
+        path.write_bytes(mutated(whole, rng))
+        code = replay.main([str(path.parent), "--schedule", "fixed:8"])
+        out = capsys.readouterr().out.lower()
+        assert code in (0, 1, 2) and "nan" not in out and "inf" not in out, number
+        codes[code] += 1
+    assert codes[0] > num_files / 20 and codes[0] < num_files * 19 / 20
+
+
+def experiment_lines() -> list[dict[str, Any]]:
+    costs = {"elapsed_sec": 2.5, "generation_sec": 1.0, "reward_sec": 1.0, "capture_sec": 0.0}
+    counts = {"tokens_generated": 30, "tokens_scored": 40, "num_prompt_tokens": 5}
+    best = {"process_seed": 0, "candidate": 1, "score": 2.0, "num_tokens": 9, "output": "text"}
+    line = {"JSON_idx": 1, **costs, **counts, "best": best}
+    winners = [{"place": 0, "process_seed": 0, "candidate": 0, "output": "t"}]
+    rounds = [{name: 8 for name in ROUND_FIELDS} | {"partial": [2, None]}]
+    return [
+        {**line, "config": "pool", "scores": [1.0, 2.0, 0.5], "num_tokens": [9, 9, 12],
+         "winners": winners, "process_seeds": [0]},
+        {**line, "config": "alpha 0.5 seed 0", "scores": [2.0], "rounds": rounds, "start_rows": 4},
+        {**line, "config": "partial", "partials": {"8": [3, 0.5], "16": [0, None]}},
+        {"JSON_idx": 2, "config": "pool", "failed": "a reason"},
+    ]  # fmt: skip
+
+
+@each_reader
+def test_experiment_lines(tmp_path: Path, num_files: int) -> None:
+    """A spoiled line is not read, and what it stood for is done again; the others count."""
+    rng, read = random.Random(13), 0
+    lines = [encode(line) for line in experiment_lines()]
+    wanted = {(line["JSON_idx"], line["config"]): line for line in experiment_lines()}
+    for number in range(num_files):
+        place = rng.randrange(len(lines))
+        spoiled = mutated(experiment_lines()[place], rng)
+        text = b"\n".join([*lines[:place], spoiled, *lines[place + 1 :]]) + b"\n"
+        (tmp_path / f"{FILES[0]}.jsonl").write_bytes(text)
+        done = Archive(tmp_path).done
+        others = [key for at, key in enumerate(wanted) if at != place]
+        stands_twice = len(done) < len(lines)  # or was left out
+        assert all(done[key] == wanted[key] or stands_twice for key in others), number
+        for line in done.values():
+            if "failed" in line:
+                continue
+            assert math.isfinite(seconds(line)) and tokens(line) >= 0, number
+            assert math.isfinite(line["best"]["score"]), number
+            assert all(map(math.isfinite, line.get("scores", []))), number
+        whole(by_prompt(list(done.values())), ["pool"])
+        read += len(done) == len(lines)
+    assert num_files / 20 < read < num_files * 19 / 20
 
 
 @pytest.mark.usefixtures("no_pictures")

@@ -465,10 +465,11 @@ def test_the_child_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_failed_judgements_are_forgotten(tmp_path: Path) -> None:
     cache = tmp_path / "c.json"
     forget_failures(cache)
-    cache.write_text(json.dumps([{"preference": 1.5}, {"preference": -1}, {"preference": None}]))
+    texts = dict.fromkeys(judging.CACHE_KEYS, "a text")
+    cache.write_text(json.dumps([{**texts, "preference": p} for p in (1.5, -1, None)]))
     forget_failures(cache)
-    assert json.loads(cache.read_text()) == [{"preference": 1.5}]
-    cache.write_text(json.dumps([{"preference": -1}]))
+    assert json.loads(cache.read_text()) == [{**texts, "preference": 1.5}]
+    cache.write_text(json.dumps([{**texts, "preference": -1}]))
     forget_failures(cache)
     assert not cache.exists()
 
