@@ -8,6 +8,7 @@ session is here too.
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["METHODS", "Generator", "PromptFailed", "build", "stream_key"]
 
+log = logging.getLogger(__name__)
 METHODS: dict[str, Callable[[Session], None]] = {
     "best_of_n": best_of_n,
     "speculative_rejection": speculative_rejection,
@@ -87,12 +89,24 @@ class Generator:
             "rejected": session.rejected,
             "failed_rows": session.failed,
             "rounds": session.rounds,
+            **self._truncated(prompt),
             **self._partials(session),
             "num_prompt_tokens": len(prompt_ids),
             "tokens_generated": self.parts.decoder.tokens_generated,
             "tokens_scored": self.parts.reward.tokens_read,
             **self.parts.measured(),
         }
+
+    def _truncated(self, prompt: Prompt) -> dict[str, Any]:
+        """Candidates whose answer the reward model could not read to its end, where there are."""
+        found = sorted(getattr(self.parts.reward, "truncated", ()))
+        if not found:
+            return {}
+        text = (
+            "prompt %d: %d answers are longer than the reward model reads; their ends don't count"
+        )
+        log.warning(text, prompt.json_idx, len(found))
+        return {"reward_truncated": found}
 
     def _find_answers(self, session: Session) -> None:
         """The method's work; memory that no smaller chunk can save fails this prompt alone."""

@@ -96,11 +96,11 @@ class _Run:
 
     def _has_to_choose(self) -> bool:
         """False where a scheduled round would keep everyone, and so would be read for nothing."""
-        alpha = self.session.settings.alpha
-        number = len(self.session.parts.decoder.live) + len(self.pool)
-        if self.session.settings.refill:
-            return True  # its rounds make new candidates
-        return number > 1 if self.auto else num_kept(number, float(alpha)) < number
+        settings, num_live = self.session.settings, len(self.session.parts.decoder.live)
+        number = num_live + len(self.pool)
+        cuts = number > 1 if self.auto else num_kept(number, float(settings.alpha)) < number
+        forks = settings.refill and self._rows_after_refill() > num_live
+        return cuts or forks
 
     def _add_finished(self, finished: list[Candidate]) -> None:
         """Into the pool; where forks are about, an answer that was there before is not another."""
@@ -188,10 +188,13 @@ class _Run:
         for candidate in decoder.live:
             candidate.score = None  # of a text that goes on
 
+    def _rows_after_refill(self) -> int:
+        return max(1, round(self.num_rows * self.session.settings.refill_to))
+
     def _refill(self, survivors: list[int]) -> None:
         """Forks of the survivors, best first, until the rows are as many as they were."""
         session, decoder = self.session, self.session.parts.decoder
-        self.num_rows = max(1, round(self.num_rows * session.settings.refill_to))
+        self.num_rows = self._rows_after_refill()
         left = session.max_length - decoder.length
         if left < session.settings.min_round_tokens:
             return  # a fork could hardly differ from its parent

@@ -45,6 +45,7 @@ class _WorkingFolder:
 
 
 working_folder = _WorkingFolder()
+MOST_SCORE = 1e100  # what postprocess/ reads; more is no number, as NaN and infinity are none
 
 
 class FunctionReward:
@@ -110,7 +111,7 @@ class FunctionReward:
             raise RewardFailed(f"{self.name} must return a list of numbers ({error})") from error
         if len(numbers) != expected:
             raise RewardFailed(f"{self.name} returned {len(numbers)} scores for {expected} answers")
-        return [math.nan if math.isinf(number) else number for number in numbers]
+        return [number if abs(number) <= MOST_SCORE else math.nan for number in numbers]
 
     def keep_only(self, indices: Sequence[int]) -> None:
         pass

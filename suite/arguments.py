@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from engine.schedule import Schedule
 from suite.flags import add_flags
 from suite.settings import Settings, settings_for_record
 
@@ -83,11 +84,12 @@ def _check_together(settings: Settings) -> None:
             "raise the second or lower the first"
         )
     longest = min(settings.max_tokens, settings.max_gen_tokens)
-    if settings.min_tokens > longest:
+    if settings.min_tokens >= longest:
         raise ValueError(
-            f"--min_tokens must not exceed the longest answer ({longest}), got "
+            f"--min_tokens must be less than the longest answer ({longest}), got "
             f"{settings.min_tokens}; no row is rejected before it has that length"
         )
+    _check_stops(settings, longest)
     if settings.refill_to != 1.0 and not settings.refill:
         raise ValueError(
             f"--refill_to {settings.refill_to} has an effect with --refill only; add that flag, or "
@@ -110,6 +112,30 @@ def _check_together(settings: Settings) -> None:
         raise ValueError(
             f"--reward_timeout {settings.reward_timeout} is for a reward given as module:function, "
             f"got --reward_model_name {settings.reward_model_name}; leave the timeout out"
+        )
+
+
+def _check_stops(settings: Settings, longest: int) -> None:
+    """Schedules that never come to a stop, and what needs one where nothing is ever cut."""
+    schedule = Schedule.parse(settings.schedule, settings.min_tokens, settings.min_round_tokens)
+    first = schedule.next_stop(0, 0.5)
+    if first is not None and first >= longest:
+        raise ValueError(
+            f"--schedule {settings.schedule} makes its first round at {first} tokens, and answers "
+            f"end at {longest}; lower the first or raise --max_gen_tokens"
+        )
+    if settings.speculative_rejection and settings.alpha == 0.0:
+        for name, usual in (("value_head", None), ("schedule", "memory"), ("min_tokens", 0)):
+            if (value := getattr(settings, name)) != usual:
+                raise ValueError(
+                    f"--{name} {value} is about rejections, and --alpha 0 rejects nothing, got "
+                    "both; raise --alpha or leave the other out"
+                )
+    lengths = settings.log_partial.split(",") if settings.log_partial else []
+    if late := [length for length in lengths if int(length) >= longest]:
+        raise ValueError(
+            f"--log_partial {late[0]} is no unfinished text: answers end at {longest} tokens, with "
+            "their final score; leave it out or raise --max_gen_tokens"
         )
 
 

@@ -23,11 +23,11 @@ class Progress:
     def __init__(
         self, total: int, done: int = 0, speaks: bool = True, stream: TextIO | None = None
     ) -> None:
-        self._stream = stream or sys.stderr
+        self._stream = stream or sys.stderr  # None where the process was started without one
         self._total = total
         self._done = done
-        self._speaks = speaks
-        self._draws = speaks and self._stream.isatty()
+        self._speaks = speaks and self._stream is not None
+        self._draws = self._speaks and self._stream.isatty()
         self._start = time.monotonic()
         self._drawn_at = 0.0
         self._num_here = 0

@@ -72,7 +72,7 @@ def _read_file(path: Path) -> list[Any]:
         raise ValueError(f"{path} is not UTF-8 text ({e.reason} at byte {e.start})") from e
     if not text.strip():
         raise ValueError(f"{path} is empty; it must hold a JSON list of {{JSON_idx, prompt}}")
-    if path.suffix == ".jsonl":
+    if path.suffix.lower() == ".jsonl":
         return list(_json_lines(text, path))
     try:
         entries = _json(text)

@@ -7,6 +7,7 @@ one by hand (tests, benchmarks) answers for itself.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
 from pathlib import Path
 from typing import Any
@@ -79,14 +80,27 @@ class Settings:
 
 
 def settings_for_record(settings: Settings) -> dict[str, Any]:
-    """Every setting by name, ready for JSON."""
-    return dataclasses.asdict(settings)
+    """Every setting by name, ready for JSON; a value head also by what it holds."""
+    made = dataclasses.asdict(settings)
+    if settings.value_head is not None:
+        made["value_head_sha256"] = _file_sha256(Path(settings.value_head))
+    return made
+
+
+def _file_sha256(path: Path) -> str | None:
+    """None where the file can't be read: who loads it says so."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return None
 
 
 def settings_for_sameness(recorded: dict[str, Any]) -> dict[str, Any]:
     """What two runs must have in common to share a folder, from their recorded settings."""
     names = {field.name for field in dataclasses.fields(Settings)} - NOT_FOR_SAMENESS
     same = {name: recorded.get(name) for name in sorted(names)}
+    if same.pop("value_head") is not None:  # its content counts, not where it lies
+        same["value_head_sha256"] = recorded.get("value_head_sha256")
     if recorded.get("speculative_rejection"):
         same["batch_size"] = None  # of Best-of-N alone
     return same

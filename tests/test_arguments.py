@@ -77,7 +77,16 @@ def test_dashes_are_accepted_in_flags_and_kept_in_values() -> None:
         ("--min_round_tokens 0", "--min_round_tokens"),
         ("--schedule fixed:0", "--schedule must be memory, halving or fixed:K"),
         ("--schedule sometimes", "got 'sometimes'"),
-        ("--min_tokens 3000", "--min_tokens must not exceed the longest answer"),
+        ("--min_tokens 3000", "--min_tokens must be less than the longest answer"),
+        ("--min_tokens 16 --max_gen_tokens 16", "--min_tokens must be less than the longest"),
+        (
+            "--schedule fixed:99 --max_gen_tokens 16",
+            "first round at 99 tokens, and answers end at 16",
+        ),
+        ("--schedule halving --max_gen_tokens 16", "first round at 16 tokens"),
+        ("--schedule halving --alpha 0", "--alpha 0 rejects nothing"),
+        ("--min_tokens 4 --alpha 0", "--alpha 0 rejects nothing"),
+        ("--value_head FILE --alpha 0", "--alpha 0 rejects nothing"),
     ],
 )
 def test_bad_rejection_values(line: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,6 +119,7 @@ def test_bad_rejection_values(line: str, expected: str, capsys: pytest.CaptureFi
         ("--parallel rows", "candidates"),
         ("--reward_cache maybe", "auto"),
         ("--reward_timeout 5", "module:function"),
+        ("--log_partial 4,64 --max_gen_tokens 64", "--log_partial 64 is no unfinished text"),
         ("--llm_name ..", "must end in a model's name"),
         ("--llm_name /", "must end in a model's name"),
         ("--llm_name=", "must be a model's name"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import pytest
+
 from suite.progress import Progress, best_trajectory, summary
 
 
@@ -84,3 +86,10 @@ def test_a_models_text_can_not_drive_the_terminal() -> None:
     text = summary([made(0.5, output="\x1b[2J\r\n\x07red " + "x" * 500)])
     assert "\x1b" not in text and "\n" not in text and "\x07" not in text
     assert "..." in text and len(text) < 140
+
+
+def test_a_process_without_stderr_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", None)
+    with Progress(1) as progress:
+        progress.update(rows=1)
+        progress.finish(0, [{"trajectories": [], "elapsed_sec": 1.0, "tokens_generated": 1}])

@@ -11,6 +11,7 @@ import torch
 from engine.kv_cache import PagedKV
 from engine.refill import parents_of_forks
 from tests.harness import KEY, load, new_cache, new_decoder, new_reader, random_ids
+from tests.search import run_search
 
 REFILL = dict(refill=True, schedule="halving", min_tokens=8, init_batch_size=24)
 PROMPT_IDS = [1, 40, 41, 42]
@@ -23,8 +24,6 @@ def llama(tiny_models):
 
 @pytest.fixture(scope="module")
 def refilled(tiny_models):
-    from tests.search import run_search
-
     return run_search(tiny_models, alpha=0.5, **REFILL)
 
 
@@ -82,8 +81,6 @@ def test_rows_are_refilled_to_what_they_were(refilled):
 
 def test_a_fork_begins_with_its_parents_tokens(tiny_models):
     """Rejected ones too: alpha is so small that nearly all finish, and ids tell the rest."""
-    from tests.search import run_search
-
     made = run_search(tiny_models, alpha=0.15, **REFILL)
     tokens = {t["candidate"]: t["token_ids"] for t in made["trajectories"]}
     forks = [t for t in made["trajectories"] if "parent" in t]
@@ -357,3 +354,12 @@ def fill(cache: PagedKV, row: int, count: int, number: float, start: int = 0) ->
 def value(cache: PagedKV, row: int, position: int) -> float:
     (page,), (offset,) = cache.slots(np.array([row]), np.array([position]))
     return float(cache.k[0, page, 0, offset, 0])
+
+
+def test_rounds_that_can_neither_cut_nor_fork_are_not_read(tiny_models):
+    """Refilled to half of the rows each time, one row is left soon; it is read at its end alone."""
+    made = run_search(tiny_models, refill=True, refill_to=0.5, schedule="fixed:4", alpha=0.5,
+                      init_batch_size=8, max_gen_tokens=64)  # fmt: skip
+    idle = [r for r in made["rounds"][:-1] if r["rows"] == r["kept"] and not r.get("forks")]
+    assert not idle
+    assert 2 <= len(made["rounds"]) < 10, "of sixteen stops"

@@ -73,7 +73,7 @@ def test_anything_that_is_a_row_of_numbers_will_do(scores: Any) -> None:
 
 def test_scores_that_are_no_finite_number_are_no_score() -> None:
     """CASES 6: NaN and infinities are handed on as NaN, which never wins."""
-    got = reward(lambda p, a: [math.nan, math.inf, -math.inf]).score(candidates())
+    got = reward(lambda p, a: [math.nan, math.inf, -1e300]).score(candidates())
     assert all(math.isnan(score) for score in got)
 
 

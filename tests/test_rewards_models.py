@@ -32,6 +32,7 @@ from tests.reward_models import (
     make_farm,
     merge_tokens,
 )
+from tests.search import run_search
 from tests.tiny import make_tiny_llama, make_tiny_reward
 
 TOLERANCE = 1e-4
@@ -252,6 +253,21 @@ def test_the_gating_is_of_the_prompt_alone(tmp_path: Path, generator) -> None:
         reward.score(candidates(generator, ANSWERS))
         gates.append(reward.head.gating.clone())
     assert torch.equal(gates[0], gates[2]) and not torch.allclose(gates[0], gates[1])
+
+
+def test_a_record_names_the_answers_that_were_not_read_whole(
+    tiny_models: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their scores are of another text than the one beside them."""
+    (tmp_path / "tiny-llama").symlink_to(tiny_models / "tiny-llama")
+    short = make_tiny_reward(tmp_path / "short-reward", max_position_embeddings=96)
+    made = run_search(tmp_path, reward=short.name, batch_size=6, max_gen_tokens=90)
+    lengths = {t["candidate"]: t["num_tokens"] for t in made["trajectories"]}
+    assert made["reward_truncated"] and set(made["reward_truncated"]) <= set(lengths)
+    assert min(lengths[c] for c in made["reward_truncated"]) > 40
+    assert "longer than the reward model reads" in caplog.text
+    whole = run_search(tiny_models, batch_size=6, max_gen_tokens=90)
+    assert "reward_truncated" not in whole
 
 
 @pytest.mark.parametrize("decode", [True, False], ids=["text", "ids"])

@@ -10,6 +10,7 @@ from postprocess import fit_value_head
 from postprocess.fit_value_head import Texts, fit
 from rewards.value_head import BadValueHead, ValueHead, compact, features, load_value_head
 from suite.hidden import read_states, write_states
+from suite.settings import Settings, settings_for_record, settings_for_sameness
 from tests.search import run_search
 from tests.test_replay import log_pool
 
@@ -237,3 +238,16 @@ def test_log_partial_is_checked_and_is_best_of_ns(capsys):
         with pytest.raises(SystemExit):
             parse(argv)
         assert "--log_partial" in capsys.readouterr().err
+
+
+def test_a_folder_is_resumed_with_the_head_that_it_was_made_with(tmp_path):
+    """Its content counts: another one under the old path is refused, the same one elsewhere not."""
+    path, elsewhere = tmp_path / "head.safetensors", tmp_path / "moved.safetensors"
+    a_head().save(path)
+    first = settings_for_record(Settings(speculative_rejection=True, value_head=str(path)))
+    path.rename(elsewhere)
+    a_head(bias=np.array([9.0, 9.0])).save(path)
+    moved = settings_for_record(Settings(speculative_rejection=True, value_head=str(elsewhere)))
+    other = settings_for_record(Settings(speculative_rejection=True, value_head=str(path)))
+    assert settings_for_sameness(moved) == settings_for_sameness(first)
+    assert settings_for_sameness(other) != settings_for_sameness(first)
