@@ -2,9 +2,9 @@
 
 Accepts our files and the paper repository's (a list of objects with `trajectories`, `clock`,
 `elapsed_sec` and the arguments). Whatever is wrong with a file is one `BadFile` that names the
-file and the fault; nothing else leaves here. A score that is not a finite number is no fault of
-the file: its trajectory can't win and is counted. The invariant: what the summary says follows
-from finite numbers alone. Nothing here writes or prints.
+file and the fault; nothing else leaves here. A score that is not a finite number, or
+beyond MAX_SCORE, is no fault of the file: its trajectory can't win and is counted. The invariant:
+what the summary says follows from finite numbers alone. Nothing here writes or prints.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def summarise(path: Path, objects: list[dict[str, Any]]) -> PromptResult:
 
 
 def answers_of(objects: list[dict[str, Any]]) -> Iterator[Answer]:
-    """Trajectories with a finite score: by rank, then candidate index (or place in the list)."""
+    """Those with a finite score up to MAX_SCORE: by rank, then candidate index (or place)."""
     for object_index, item in enumerate(objects):
         rows = []
         for position, row in enumerate(item["trajectories"]):

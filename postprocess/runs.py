@@ -1,7 +1,8 @@
 """Finds, names and loads the runs of an archive; every script of this folder goes through here.
 
-A run is a folder with one `<llm>_<reward>_prompt_<JSON_idx>.json` a prompt. Method, N, alpha and
-models come from the fields of the files; folder names are the fallback for files that lack them.
+A run is a folder with one `<llm>_<reward>_prompt_<JSON_idx>.json` a prompt, or with no more than
+failures.jsonl where every prompt failed. Method, N, alpha and models come from the fields of the
+files; folder names are the fallback for files that lack them.
 A file that can't be used is a `Problem` of its run and never ends a script. Other files are
 ignored. The invariant: every prompt of a loaded run was made with the same settings; a folder
 that mixes settings has no usable prompts, only problems.
@@ -10,6 +11,7 @@ that mixes settings has no usable prompts, only problems.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -19,6 +21,7 @@ from typing import Any
 
 from postprocess.command import LOG, Nothing, Refused
 from postprocess.reading import (
+    MAX_SCORE,
     BadFile,
     PromptResult,
     differences,
@@ -27,6 +30,7 @@ from postprocess.reading import (
     read_prompt,
     shown,
 )
+from suite.records import FAILURES
 from suite.settings import base_name
 
 PROMPT_FILE = re.compile(r".*_prompt_(\d{1,18})\.json")
@@ -38,6 +42,7 @@ FOLDER = re.compile(
 # The paper's Best-of-N ran 120 rows on each GPU. Only used for files that do not tell their
 # processes apart.
 PAPER_ROWS_A_GPU = 120
+NO_SCORE = f"no finite score (beyond {MAX_SCORE:g} on either side counts as none)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +127,7 @@ def find_folders(places: Sequence[Path]) -> list[Path]:
     """Run folders among `places`: each is a run itself, or holds runs.
 
     Runs lie one level down; only where there are none, two (archive/demo/ alone in the archive).
+    A folder of nothing but failures is found beside them; it does not decide the level.
     """
     found: list[Path] = []
     for place in places:
@@ -133,8 +139,11 @@ def find_folders(places: Sequence[Path]) -> list[Path]:
             found.append(place)
             continue
         inner = _subfolders(place)
-        deeper = [folder for sub in inner for folder in _subfolders(sub)]
-        found += next(filter(None, map(_runs_among, (inner, deeper))), [])
+        if not (runs := set(_runs_among(inner))):
+            inner += [folder for sub in inner for folder in _subfolders(sub)]
+            runs = set(_runs_among(inner))
+        failed = {folder for folder in (place, *inner) if os.path.isfile(folder / FAILURES)}
+        found += [folder for folder in (place, *inner) if folder in runs | failed]
     if not found:
         raise Nothing(
             f"no runs in {', '.join(shown(place) for place in places)}: looked for folders with"
@@ -158,7 +167,8 @@ def load_run(folder: Path) -> Run:
     """Reads every prompt of a folder; faults become problems."""
     results: dict[int, PromptResult] = {}
     problems: list[Problem] = []
-    for path in prompt_files(folder):
+    paths = prompt_files(folder)
+    for path in paths:
         try:
             result = read_prompt(path)
         except BadFile as error:
@@ -174,7 +184,9 @@ def load_run(folder: Path) -> Run:
     try:
         run = _name_run(folder, list(results.values()))
     except BadFile as error:
-        return Run(folder, Method("?"), "?", "?", 0, {}, [*problems, Problem("mixed", str(error))])
+        if paths or not problems:  # else every prompt failed: no file is there to tell a name
+            problems.append(Problem("mixed", str(error)))
+        return Run(folder, Method("?"), "?", "?", 0, {}, problems)
     mixed = _mixed(run, list(results.values()))
     run.problems = problems + mixed
     if not mixed:
@@ -236,7 +248,7 @@ def _usable(result: PromptResult, problems: list[Problem]) -> bool:
         return False
     if result.num_unscored:
         share = f"{result.num_unscored} of {result.num_trajectories} trajectories"
-        problems.append(Problem("unscored", f"{name}: {share} ignored, no finite score"))
+        problems.append(Problem("unscored", f"{name}: {share} ignored, {NO_SCORE}"))
     if result.best is None and not result.num_unscored:
         problems.append(Problem("unscored", f"{name}: no trajectories"))
     return result.best is not None
@@ -244,11 +256,11 @@ def _usable(result: PromptResult, problems: list[Problem]) -> bool:
 
 def _failures(folder: Path) -> list[Problem]:
     """Prompts that failed and have no file: one line each in failures.jsonl."""
-    path = folder / "failures.jsonl"
+    path = folder / FAILURES
     try:
         text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     except OSError:
-        return [Problem("unreadable", "failures.jsonl")]
+        return [Problem("unreadable", FAILURES)]
     return [Problem("failed", shown(line, 160)) for line in text.splitlines() if line.strip()]
 
 

@@ -379,6 +379,57 @@ def test_two_folders_of_one_name(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert "has the same method, models and seed" in caplog.text
 
 
+def failed_run(archive: Path, name: str) -> Path:
+    """Every prompt failed: main.py leaves failures.jsonl and locks."""
+    folder = archive / name
+    folder.mkdir(parents=True)
+    lines = [{"JSON_idx": idx, "prompt": "Why?", "reason": "out of memory"} for idx in (1, 2)]
+    (folder / "failures.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / ".lock").write_text("")
+    return folder
+
+
+def test_run_where_every_prompt_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A name of one's own, so only failures.jsonl tells that it is a run."""
+    archive = make_archive(tmp_path / "a")
+    folder = failed_run(archive, "mine")
+    for places, runs in ((archive, 6), (folder, 1)):
+        assert check.main([str(places)]) == 1
+        out = capsys.readouterr().out
+        (row,) = [line.split() for line in out.splitlines() if line.startswith("mine ")]
+        assert row == ["mine", "?", "0", "1", "0", "0", "0", "2", "0", "0", "wrong"]
+        assert f"{runs} runs, 1 of them wrong" in out
+        assert "mine: failed: " in out and "out of memory" in out and "mine: mixed" not in out
+
+
+def test_others_leave_a_failed_run_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    archive = make_archive(tmp_path / "a")
+    failed_run(archive, "mine")
+    assert gather_best_ans.main([str(archive), "--out", str(tmp_path / "r")]) == 0
+    assert len(list((tmp_path / "r").iterdir())) == 5
+    assert "mine: left out, no usable prompt" in caplog.text
+
+
+def test_a_failed_run_hides_no_others(tmp_path: Path) -> None:
+    """Neither the runs below it nor those a level further down (archive/demo/)."""
+    failed_run(tmp_path, "mine")
+    (tmp_path / "failures.jsonl").write_text("{}\n")
+    make_archive(tmp_path / "demo")
+    failed_run(tmp_path / "demo", "theirs")
+    names = [folder.name for folder in find_folders([tmp_path])]
+    assert len(names) == 8 and {"mine", "theirs", tmp_path.name} < set(names)
+    assert len(load_runs([tmp_path])) == 5
+
+
+def test_score_beyond_the_bound_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, "x", {1: [make_object(1, [1, 2e100, -2e100], 1)]})
+    assert check.main([str(tmp_path)]) == 0
+    said = "2 of 3 trajectories ignored, no finite score (beyond 1e+100 on either side counts as"
+    assert said in capsys.readouterr().out
+
+
 def test_names_from_files_cannot_leave_their_folder(tmp_path: Path) -> None:
     """Trust: a model's name is only ever a file name's part."""
     item = make_object(1, [1, 2], 1, llm_name="../../etc/passwd", reward_model_name="..")
