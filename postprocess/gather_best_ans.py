@@ -18,7 +18,7 @@ if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from postprocess.command import EXIT_OK, EXIT_WRONG, LOG, add_out, dump, guarded, parser, write_text
-from postprocess.runs import Run, load_runs
+from postprocess.runs import Run, load_runs, one_of_each
 from postprocess.stats import brief
 
 
@@ -50,22 +50,20 @@ def best_answers(run: Run) -> list[dict[str, Any]]:
 
 
 def work(args: argparse.Namespace) -> int:
-    code = EXIT_OK
-    written: dict[str, Run] = {}
-    for run in load_runs(args.places):
-        if run.name in written:
-            text = "%s: left out, %s has the same method, models and seed"
-            LOG.error(text, run.folder, written[run.name].folder)
-            code = EXIT_WRONG
-            continue
-        written[run.name] = run
+    """All files are written before anything is printed: a pipe that closes early costs none."""
+    said: list[str] = []
+    found = load_runs(args.places)
+    runs = one_of_each(found)
+    code = EXIT_OK if len(runs) == len(found) else EXIT_WRONG
+    for run in runs:
         rows = best_answers(run)
         if not rows:
             code = EXIT_WRONG
             continue
         path = args.out / f"{run.name}.json"
         write_text(path, dump(rows))
-        print(f"{path}: {len(rows)} answers")
+        said.append(f"{path}: {len(rows)} answers\n")
+    print("".join(said), end="")
     return code
 
 

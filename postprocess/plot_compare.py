@@ -36,7 +36,7 @@ from postprocess.command import (
     write_text,
 )
 from postprocess.reading import shown
-from postprocess.runs import Run, by_pair, choose_base, load_runs
+from postprocess.runs import Run, by_pair, choose_base, load_runs, one_of_each
 from postprocess.stats import (
     Comparison,
     Weights,
@@ -63,7 +63,7 @@ def compare_pair(runs: Sequence[Run], base: Run, weights: Weights) -> list[Compa
     if not ranges:
         raise Refused(f"{base.name}: nothing can be scaled, in no prompt do the scores differ")
     groups: dict[str, list[Run]] = {}
-    for run in _one_of_each_seed(runs, base):
+    for run in runs:
         if run is base or run.method != base.method:
             groups.setdefault(run.method.name, []).append(run)
     found = [compare(base, group, ranges, weights) for group in groups.values()]
@@ -77,21 +77,7 @@ def compare_pair(runs: Sequence[Run], base: Run, weights: Weights) -> list[Compa
     return comparisons
 
 
-def _one_of_each_seed(runs: Sequence[Run], base: Run) -> list[Run]:
-    """Averaging is over seeds: of runs with one method and seed the first counts, said by name."""
-    first: dict[tuple[str, object], Run] = {}
-    for run in sorted(runs, key=lambda run: run is not base):
-        other = first.setdefault((run.method.name, run.seed), run)
-        if other is not run:
-            LOG.warning(
-                "%s is left out: %s has the same method and seed; name one of them",
-                run.name,
-                other.name,
-            )
-    return [run for run in runs if first[run.method.name, run.seed] is run]
-
-
-def print_table(comparisons: Sequence[Comparison]) -> None:
+def table_text(comparisons: Sequence[Comparison]) -> str:
     header = [
         "method",
         "runs",
@@ -130,7 +116,7 @@ def print_table(comparisons: Sequence[Comparison]) -> None:
                 *(_text(peak, ".2f"), c.speedup_gpu or "-", c.speedup_tokens or "-"),
             ]
         )
-    print(table(header, rows))
+    return table(header, rows)
 
 
 def csv_rows(comparisons: Sequence[Comparison]) -> Iterable[list[object]]:
@@ -220,9 +206,12 @@ def _text(value: float | None, form: str = ".3f") -> str:
 
 
 def work(args: argparse.Namespace) -> int:
-    code = EXIT_OK
-    pairs = by_pair(load_runs(args.places))
-    for pair, runs in pairs.items():
+    """All files are written before anything is printed: a pipe that closes early costs none."""
+    said: list[object] = []
+    found = load_runs(args.places)
+    kept = one_of_each(found, args.base)
+    code = EXIT_OK if len(kept) == len(found) else EXIT_WRONG
+    for pair, runs in by_pair(kept).items():
         try:
             chosen = _chosen(runs, args.methods)
             base = choose_base(runs, args.base)
@@ -236,14 +225,14 @@ def work(args: argparse.Namespace) -> int:
             continue
         if sum(c.run.method.kind == "Bo" for c in comparisons) < 2:
             LOG.warning("%s: one Best-of-N point; speed-ups are bounds", pair)
-        print(f"\n{pair}: against {base.name}, {len(base.prompts)} prompts")
-        print_table(comparisons)
+        said += [f"\n{pair}: against {base.name}, {len(base.prompts)} prompts"]
+        said += [table_text(comparisons)]
         if weights.equal:
-            print("Tokens are weighted equally: the files do not tell the models' sizes.")
+            said += ["Tokens are weighted equally: the files do not tell the models' sizes."]
         write_text(args.out / f"{pair}.csv", csv_text(COLUMNS, csv_rows(comparisons)))
         title = args.title or f"{runs[0].llm} with {runs[0].reward}"
-        for path in draw(comparisons, title, weights, args):
-            print(path)
+        said += draw(comparisons, title, weights, args)
+    print(*said, sep="\n", end="\n" if said else "")
     return code
 
 

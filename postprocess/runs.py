@@ -217,6 +217,22 @@ def by_pair(runs: Iterable[Run]) -> dict[str, list[Run]]:
     return groups
 
 
+def one_of_each(runs: Sequence[Run], wanted: str | None = None) -> list[Run]:
+    """Of runs with one method, models and seed the first by folder counts, or the folder `wanted`.
+
+    The others are errors: a caller that gets fewer runs than it gave ends with exit code 1.
+    """
+    first: dict[str, Run] = {}
+    for run in sorted(runs, key=lambda run: run.folder.name != wanted):
+        other = first.setdefault(run.name, run)
+        if other is not run:
+            LOG.error(
+                "%s: left out, %s has the same method, models and seed; name one of them",
+                *(shown(run.folder, 300), shown(other.folder, 300)),
+            )
+    return [run for run in runs if first[run.name] is run]
+
+
 def choose_base(runs: Sequence[Run], wanted: str | None) -> Run:
     """The one named, or the largest Best-of-N (then most prompts, then lowest seed)."""
     if wanted is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from postprocess import concat_json, plot_compare
+from postprocess import concat_json, gather_best_ans, plot_compare
 from postprocess.runs import load_run, load_runs
 from postprocess.stats import (
     Bound,
@@ -307,6 +307,28 @@ def test_seeds_of_a_method_are_averaged(tmp_path: Path) -> None:
     assert (row["seeds"], row["prompts"]) == ("3 4", "2")
     keys = ("score", "seconds", "relative_time", "score_low", "score_high")
     assert [float(row[k]) for k in keys] == pytest.approx([68.75, 8, 0.4, 62.5, 75])
+
+
+def test_two_runs_of_one_method_and_seed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An error with both folders, and plot_compare.py and gather_best_ans.py use the same one:
+    the first by name, though the second has more prompts. Bo3 by 2 is 50, by 3 would be 75.
+    """
+    archive = make_archive(tmp_path / "a")
+    for name, best, indices in (("one", 2, (1,)), ("two", 3, (1, 2))):
+        objects = {idx: [make_object(idx, [0, 0, best], 5)] for idx in indices}
+        write_run(archive, name, objects)
+    said = f"{archive}/two: left out, {archive}/one has the same method, models and seed"
+    for script in (plot_compare, gather_best_ans):
+        caplog.clear()
+        assert script.main([str(archive), "--out", str(tmp_path / "o")]) == 1
+        assert [r.levelname for r in caplog.records if said in r.getMessage()] == ["ERROR"]
+    assert float(rows_of(tmp_path / "o")["Bo3"]["score"]) == 50
+    (row,) = json.loads((tmp_path / "o" / f"Bo3_{PAIR}_0.json").read_text())
+    assert row["score"] == 2
+    flags = [str(archive), "--out", str(tmp_path / "o"), "--base", "two"]
+    assert plot_compare.main(flags) == 1
+    assert f"{archive}/one: left out, {archive}/two has the same" in caplog.text
+    assert rows_of(tmp_path / "o")["Bo3"]["prompts"] == "2"
 
 
 def test_base_stands_alone(tmp_path: Path) -> None:
