@@ -17,6 +17,7 @@ if __package__ in (None, ""):
 
 from benchmarks.early_summary import POOL, summarise
 from postprocess import pictures
+from postprocess.command import guarded
 from suite.files import json_lines
 
 
@@ -25,17 +26,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     made.add_argument("results", type=Path, metavar="RESULTS.JSONL")
     made.add_argument("--config", action="append", metavar="TEXT", help="only these")
     pictures.add_options(made)
-    args = made.parse_args(argv)
+    return guarded(work, made.parse_args(argv))
+
+
+def work(args: argparse.Namespace) -> int:
+    """The pictures are written before anything is printed: a closed pipe does not cost them."""
     lines = json_lines(args.results)
     found = dict.fromkeys(line["config"] for line in lines if line.get("config") != POOL)
     names = [POOL, *(args.config or found)]
     text, numbers = summarise(lines, names)
-    print(text)
-    if not numbers["num_prompts"]:
-        return 1
-    for path in draw(numbers, args):
-        print(path)
-    return 0
+    paths = draw(numbers, args) if numbers["num_prompts"] else []
+    print(text, *paths, sep="\n")
+    return 0 if paths else 1
 
 
 def draw(numbers: dict[str, Any], args: argparse.Namespace) -> list[Path]:

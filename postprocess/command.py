@@ -13,7 +13,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,21 @@ def write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name[:200]}.{os.getpid()}.tmp")
     try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
+        with naming(path):
+            partial.write_text(text, encoding="utf-8")
+            os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """The fault of a write (a full disk) does not say in which file; it gets this one's name."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def dump(value: Any, indent: int | None = 2) -> str:
@@ -100,7 +112,9 @@ def guarded(work: Callable[[argparse.Namespace], int], args: argparse.Namespace)
     logging.basicConfig(format="%(levelname)s: %(message)s", stream=sys.stderr)
     LOG.setLevel(logging.INFO)
     try:
-        return work(args)
+        code = work(args)
+        print(end="", flush=True)  # a fault must show here, not when Python ends
+        return code
     except Nothing as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_NOTHING
@@ -108,5 +122,16 @@ def guarded(work: Callable[[argparse.Namespace], int], args: argparse.Namespace)
         print(f"error: {error}", file=sys.stderr)
     except OSError as error:
         what = error.strerror or shown(error)
-        print(f"error: {shown(error.filename or '')}: {what}", file=sys.stderr)
+        # Files are written under their names (naming()): what has none is the printing.
+        print(f"error: {shown(error.filename or 'stdout', 300)}: {what}", file=sys.stderr)
+        if error.filename is None:
+            _silence_stdout()
     return EXIT_WRONG
+
+
+def _silence_stdout() -> None:
+    """What a closed stdout still holds would be tried, and complained of, when Python ends."""
+    with suppress(OSError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)

@@ -169,10 +169,10 @@ def work(args: argparse.Namespace) -> int:
             ["-" if c is None else f"{c:.3f}" if isinstance(c, float) else c for c in row]
             for row in rows
         ]
-        print(f"\n{pair}: perplexity of the best answers under {shown(name)}")
-        print(table(COLUMNS, shown_rows))
         path = args.out / f"perplexity_{pair}.csv"
         write_text(path, csv_text(COLUMNS, rows))
+        print(f"\n{pair}: perplexity of the best answers under {shown(name)}")
+        print(table(COLUMNS, shown_rows))
         print(path)
     return code
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from postprocess.command import add_out
+from postprocess.command import add_out, naming
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,8 +63,10 @@ def save(figure: Figure, folder: Path, stem: str, show: bool) -> list[Path]:
 
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{stem}.png", folder / f"{stem}.pdf"]
-    figure.savefig(paths[0], dpi=150, bbox_inches="tight", metadata={"Software": None})
-    figure.savefig(paths[1], bbox_inches="tight", metadata={"CreationDate": None})
+    with naming(paths[0]):
+        figure.savefig(paths[0], dpi=150, bbox_inches="tight", metadata={"Software": None})
+    with naming(paths[1]):
+        figure.savefig(paths[1], bbox_inches="tight", metadata={"CreationDate": None})
     if show:
         plt.show()
     plt.close(figure)

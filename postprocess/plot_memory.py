@@ -189,7 +189,8 @@ def _label_rows(axes: Axes, corners: Sequence[tuple[float, float, float]], measu
 
 
 def work(args: argparse.Namespace) -> int:
-    drawn, code = 0, EXIT_OK
+    paths: list[Path] = []
+    code = EXIT_OK
     done: set[tuple[str, str]] = set()
     for run in load_runs(args.places):
         if (run.pair, run.method.name) in done:
@@ -202,16 +203,15 @@ def work(args: argparse.Namespace) -> int:
             continue
         if found is None:
             continue
-        drawn += 1
         done.add((run.pair, run.method.name))
-        for path in draw(run, *found, args):
-            print(path)
-    if not drawn:
+        paths += draw(run, *found, args)
+    if not done:
         which = "" if args.prompt is None else f" for prompt {args.prompt}"
         raise Refused(
             f"no run has rounds with a rejection{which}: the paper's files record none, and ours "
             "have none where all rows fit (try a smaller --kv_cache_gb, or --schedule halving)"
         )
+    print(*paths, sep="\n")  # last: a pipe that closes early costs no picture
     return code
 
 

@@ -154,27 +154,26 @@ def draw(pair: str, bins: dict[int, Bin], rows: list[list], args: argparse.Names
 
 
 def work(args: argparse.Namespace) -> int:
-    code = EXIT_OK
-    drawn = 0
+    """All files are written before anything is printed: a pipe that closes early costs none."""
+    said: list[object] = []
     for pair, runs in by_pair(load_runs(args.places)).items():
         bins = collect(runs)
         if not bins:
             LOG.warning("%s: no rounds with three or more finished candidates", pair)
             continue
-        drawn += 1
         rows = rows_of(bins)
         header = ["length", "prompts", "pairs", "rank_correlation", "low", "high"]
         cells = [
             ["-" if c is None else f"{c:.3f}" if isinstance(c, float) else c for c in row]
             for row in rows
         ]
-        print(f"\n{pair}: partial against final score\n{table(header, cells)}")
+        said += [f"\n{pair}: partial against final score\n{table(header, cells)}"]
         write_text(args.out / f"partial_{pair}.csv", csv_text(header, rows))
-        for path in draw(pair, bins, rows, args):
-            print(path)
-    if not drawn:
+        said += draw(pair, bins, rows, args)
+    if not said:
         raise Refused("no run has rounds with partial scores; the paper's files have none")
-    return code
+    print(*said, sep="\n")
+    return EXIT_OK
 
 
 def main(argv: Sequence[str] | None = None) -> int:

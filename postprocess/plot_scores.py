@@ -78,7 +78,7 @@ def draw(base: Run, runs: Sequence[Run], idx: int, args: argparse.Namespace) -> 
 
 
 def work(args: argparse.Namespace) -> int:
-    drawn = 0
+    paths: list[Path] = []
     for pair, runs in by_pair(load_runs(args.places)).items():
         try:
             base = choose_base(runs, args.base)
@@ -89,11 +89,10 @@ def work(args: argparse.Namespace) -> int:
         if idx not in base.prompts:
             LOG.warning("%s: no prompt %d in %s", pair, idx, base.name)
             continue
-        drawn += 1
-        for path in draw(base, [run for run in runs if idx in run.prompts], idx, args):
-            print(path)
-    if not drawn:
+        paths += draw(base, [run for run in runs if idx in run.prompts], idx, args)
+    if not paths:
         raise Refused("nothing to draw")
+    print(*paths, sep="\n")  # last: a pipe that closes early costs no picture
     return EXIT_OK
 
 

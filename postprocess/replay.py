@@ -123,7 +123,6 @@ def _work(args: argparse.Namespace) -> int:
     for settings in rules:
         head = heads[settings.value_head or "none"]
         results[settings] = [replay(item, settings, head, args) for item in logged]
-    print(report(logged, results))
     if args.output:
         lines = [
             json.dumps({"rule": label(rule), **_plain(outcome)})
@@ -133,6 +132,7 @@ def _work(args: argparse.Namespace) -> int:
         ]
         write_text(args.output, "\n".join(lines) + "\n")
     seconds = time.perf_counter() - start
+    print(report(logged, results))
     print(f"{len(rules)} rules on {len(logged)} pools in {seconds:.1f} s")
     return EXIT_OK
 

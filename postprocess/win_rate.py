@@ -177,23 +177,24 @@ def judge_pair(args: argparse.Namespace, compare_path: Path, reference_path: Pat
     rows.sort(key=lambda row: -row["win_rate"] if row["win_rate"] is not None else math.inf)
     missing = [text for row in rows if (text := short_of(row, reference))]
     base = reference[0]["generator"]
-    print(
+    said: list[object] = [
         f"\n{pair}: win rates against {base}, {len(reference)} instructions, judge: {job.annotator}"
-    )
+    ]
     header = ["generator", "win rate", "s.e.", "length-controlled", "s.e.", "n", "length"]
-    print(table(header, map(_line, rows)))
+    said += [table(header, map(_line, rows))]
     if job.preferences:
-        print(
+        said += [
             "By a reward model: the share of a sigmoid of score differences, not a GPT-4 win rate."
-        )
+        ]
     if missing:
+        print(*said, sep="\n")
         raise Refused("; ".join(missing) + f"; nothing was written to {folder / 'leaderboard.csv'}")
     write_text(
         folder / "leaderboard.csv",
         csv_text(COLUMNS, [[row.get(key) for key in COLUMNS] for row in rows]),
     )
-    for path in [folder / "leaderboard.csv", *draw(rows, base, pair, job.annotator, args)]:
-        print(path)
+    said += [folder / "leaderboard.csv", *draw(rows, base, pair, job.annotator, args)]
+    print(*said, sep="\n")  # last: a pipe that closes early costs no file
     return EXIT_OK
 
 

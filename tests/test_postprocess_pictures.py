@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import csv
+import io
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks import early_plot
 from postprocess import pictures, plot_compare, plot_memory, plot_partial, plot_scores
 from postprocess.plot_memory import teeth
 from postprocess.rounds import rounds_of
 from postprocess.runs import load_runs
 from tests.postprocess_archive import PAIR, make_archive, make_object, speculative, write_run
+from tests.test_early_rejection import made_up
 from tests.test_postprocess_reading import paper_object
 
 
@@ -248,3 +253,44 @@ def test_refill_is_a_curve_of_its_own(tmp_path: Path) -> None:
     assert plot_compare.main([str(archive), "--out", str(tmp_path / "o")]) == 0
     text = (tmp_path / "o" / f"{PAIR}.csv").read_text()
     assert "SpRF_alpha_0.5,0.5," in text
+
+
+class ClosedPipe(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+@pytest.mark.parametrize("script", [plot_compare, plot_memory, plot_partial, plot_scores])
+def test_a_closed_pipe_costs_no_file(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`| head -1`, with two pairs of models: the files of both are as without it."""
+    archive = tmp_path / "a"
+    for pair in ("Gen", "Other"):
+        runs = {
+            "b": [make_object(1, [0, 1, 2, 3], 5, llm_name=pair)],
+            "s": [spr_object(1, llm_name=pair)],
+        }
+        for name, objects in runs.items():
+            write_run(archive, f"{pair} {name}", {1: objects})
+    assert script.main([str(archive), "--out", str(tmp_path / "whole")]) == 0
+    capsys.readouterr()
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", ClosedPipe())
+        assert script.main([str(archive), "--out", str(tmp_path / "cut")]) == 1
+    assert "error: stdout: Broken pipe" in capsys.readouterr().err
+    files = [sorted(p.name for p in (tmp_path / name).iterdir()) for name in ("whole", "cut")]
+    assert files[0] == files[1] and len(files[0]) >= 4
+
+
+def test_a_closed_pipe_costs_no_early_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [line for idx in range(3) for line in made_up(idx, 1.0 + idx / 10, 8)]
+    results = tmp_path / "results.jsonl"
+    results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", ClosedPipe())
+        assert early_plot.main([str(results), "--out", str(tmp_path / "imgs")]) == 1
+    assert capsys.readouterr().err == "error: stdout: Broken pipe\n"
+    assert len(list((tmp_path / "imgs").iterdir())) == 2

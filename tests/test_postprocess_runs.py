@@ -452,6 +452,40 @@ def test_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
 
 
+def test_full_disk_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The system's error for a write names none, and must not pass for stdout's."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    archive = make_archive(tmp_path / "a")
+    monkeypatch.setattr(Path, "write_text", fail)
+    assert gather_best_ans.main([str(archive), "--out", str(tmp_path / "r")]) == 1
+    assert f"Bo4_{PAIR}_0.json: No space left on device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("kind", ["full", "closed"])
+def test_stdout_that_takes_nothing(tmp_path: Path, kind: str, unbuffered: str) -> None:
+    """One line, also where the text is only sent when the script ends."""
+    write_run(tmp_path, "x", {1: [make_object(1, [1, 2], 1)]})
+    if kind == "full":
+        stdout = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, stdout = os.pipe()
+        os.close(reader)
+    command = [sys.executable, str(PROJECT / "postprocess" / "check.py"), str(tmp_path)]
+    env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    try:
+        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=env)
+    finally:
+        os.close(stdout)
+    said = {"full": "No space left on device", "closed": "Broken pipe"}[kind]
+    assert (done.returncode, done.stderr) == (1, f"error: stdout: {said}\n")
+
+
 def test_output_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "taken").write_text("a file, not a folder")
     archive = make_archive(tmp_path / "a")
