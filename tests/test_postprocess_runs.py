@@ -288,6 +288,21 @@ def test_check_lets_skipped_prompts_pass(
     assert "skipped: " in capsys.readouterr().out
 
 
+def test_answers_to_prompts_that_no_file_names_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The paper's files may hold a prompt's number alone: there is no instruction to judge."""
+    item = make_object(3, [1.0, 2.0], 1)
+    del item["prompt"]
+    for trajectory in item["trajectories"]:
+        del trajectory["prompt"]
+    write_run(tmp_path / "archive", "nameless", {3: [item]})
+    out = tmp_path / "results"
+    assert gather_best_ans.main([str(tmp_path / "archive"), "--out", str(out)]) == 1
+    assert "prompts 3 left out, their files hold no prompt text" in caplog.text
+    assert not list(out.glob("*.json"))
+
+
 def test_gather_and_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The best answers by hand: Bo8's are rank 1's candidate 3 (4) and rank 0's candidate 3 (2)."""
     archive, results, out = make_archive(tmp_path / "a"), tmp_path / "results", tmp_path / "w"
