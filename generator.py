@@ -50,6 +50,7 @@ class Generator:
         head: ValueHead | None = None,
     ) -> None:
         self.settings, self.processes, self.parts, self.head = settings, processes, parts, head
+        self._recorded = settings_for_record(settings)  # now: a value head's file may be replaced
         self.process_seed = settings.seed
         if settings.parallel == "candidates":
             self.process_seed += processes.rank
@@ -138,7 +139,7 @@ class Generator:
 
     def _head(self, prompt: Prompt, start: float) -> dict[str, Any]:
         return {
-            **settings_for_record(self.settings),
+            **self._recorded,
             "process_seed": self.process_seed,
             "process_rank": self.processes.rank,
             "num_processes": self.processes.world_size,

@@ -132,9 +132,7 @@ def build(settings: Settings, processes: Processes) -> Generator:
     try:
         print(said.getvalue(), end="", flush=True)
     except OSError as e:
-        with suppress(
-            OSError
-        ):  # what stdout still holds would be tried, and complained of, at exit
+        with suppress(OSError):  # else what it still holds is tried, and complained of, at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise ValueError(
             f"the memory plan can't be written to stdout ({e.strerror or e}); no prompt was "

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -55,7 +56,7 @@ class ModelReward:
     def hidden_size(self) -> int:
         return self.reader.model.config.hidden_size
 
-    @property
+    @cached_property
     def head_sha256(self) -> str:
         return head_sha256(self.head)
 

@@ -22,8 +22,8 @@ from suite.backend import MAX_ROWS_AT_ONCE, PAGE_SIZE, READ_CHUNK_TOKENS
 from suite.settings import Settings
 
 CPU_KV_BYTES = 250_000_000  # on a CPU speed is the limit, not memory: a few hundred short rows
-LEAST_READ_TOKENS = 4096
 CPU_SHARE = 0.25  # of the free memory, where that is less
+LEAST_READ_TOKENS = 4096  # of a pass, at the least, however few rows there are
 
 
 def plan_memory(

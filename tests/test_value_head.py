@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from generator import Generator
 from postprocess import fit_value_head
 from postprocess.fit_value_head import Texts, fit
 from rewards.value_head import BadValueHead, ValueHead, compact, features, load_value_head
 from suite.hidden import read_states, write_states
+from suite.prompts import Prompt
 from suite.settings import Settings, settings_for_record, settings_for_sameness
 from tests.search import run_search
 from tests.test_replay import log_pool
@@ -251,3 +255,17 @@ def test_a_folder_is_resumed_with_the_head_that_it_was_made_with(tmp_path):
     other = settings_for_record(Settings(speculative_rejection=True, value_head=str(path)))
     assert settings_for_sameness(moved) == settings_for_sameness(first)
     assert settings_for_sameness(other) != settings_for_sameness(first)
+
+
+def test_records_name_the_head_that_was_loaded(tmp_path):
+    """Not what lies under its path by the time that a prompt is done."""
+    path = tmp_path / "head.safetensors"
+    a_head().save(path)
+    settings = Settings(speculative_rejection=True, value_head=str(path))
+    loaded = settings_for_record(settings)["value_head_sha256"]
+    processes = SimpleNamespace(rank=0, world_size=1)
+    generator = Generator(settings, processes, parts=None, head=load_value_head(path))
+    a_head(bias=np.array([9.0, 9.0])).save(path)
+    made = generator._head(Prompt(0, "Why?", {"JSON_idx": 0, "prompt": "Why?"}), 0.0)
+    assert made["value_head_sha256"] == loaded
+    assert settings_for_record(settings)["value_head_sha256"] != loaded
