@@ -24,10 +24,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from engine.decode_state import padded_ids
 from engine.kernels import activation, attention, launch, norm, rope_append, sample
 from engine.sampler import SamplingParams
+from suite.backend import PAGE_SIZE
 
-PAGE = 64
 LLAMA = SimpleNamespace(name="llama-8b", heads=32, kv_heads=8, dim=128, hidden=4096, inner=14336)
 SMOL = SimpleNamespace(name="smollm2-135m", heads=9, kv_heads=3, dim=64, hidden=576, inner=1536)
 DTYPE = torch.bfloat16
@@ -85,9 +86,7 @@ def copy_bandwidth() -> float:
 
 
 def default_plan(shape: SimpleNamespace, rows: int, prompt: int) -> attention.AttentionPlan:
-    return attention.plan_attention(
-        rows, shape.heads, shape.kv_heads, shape.dim, PAGE, DTYPE, prompt
-    )
+    return attention.plan_attention(rows, shape.heads, shape.kv_heads, DTYPE, prompt)
 
 
 def attention_calls(
@@ -99,11 +98,12 @@ def attention_calls(
     part: str,
 ) -> list[Callable[[], object]]:
     """One call a layer, with as many layers as it takes to pass the L2 cache."""
-    columns = -(-max(own, 1) // PAGE)
+    page_size = PAGE_SIZE["cuda"]
+    columns = -(-max(own, 1) // page_size)
     num_pages = rows * columns + 1 if part != "prefix" else 1
-    bytes_a_layer = 4 * num_pages * shape.kv_heads * PAGE * shape.dim
+    bytes_a_layer = 4 * num_pages * shape.kv_heads * page_size * shape.dim
     num_layers = copies(bytes_a_layer if part != "prefix" else 40e6)
-    pages = randn(num_layers, 2, num_pages, shape.kv_heads, PAGE, shape.dim)
+    pages = randn(num_layers, 2, num_pages, shape.kv_heads, page_size, shape.dim)
     prefix = randn(num_layers, 2, shape.kv_heads, max(prompt, 1), shape.dim)
     table = torch.zeros(rows, columns, dtype=torch.int32, device="cuda")
     if part != "prefix":
@@ -159,7 +159,8 @@ def small_cases(shape: SimpleNamespace, rows: int) -> Iterator[Case]:
         return [lambda i=i: activation.silu_mul(gate_up[i]) for i in range(8)]
 
     def rope_calls() -> list[Callable[[], object]]:
-        qkv, pages = randn(8, rows, width), randn(2, rows + 1, shape.kv_heads, PAGE, dim)
+        qkv = randn(8, rows, width)
+        pages = randn(2, rows + 1, shape.kv_heads, PAGE_SIZE["cuda"], dim)
         table = torch.arange(1, rows + 1, dtype=torch.int32, device="cuda").view(rows, 1)
         angles = torch.randn(4096, dim // 2, device="cuda")
         at = (angles.cos(), angles.sin(), scalar(100), scalar(20), *pages, table)
@@ -177,12 +178,14 @@ def sampler_case(
     def make() -> list[Callable[[], object]]:
         logits = (torch.randn(rows, vocab, device="cuda") * 2).to(dtype)
         tuning = replace(sample.SamplerTuning(), **changes)
-        sampler = sample.DeviceSampler(params, vocab, rows, [1, 2], "cuda", tuning)
+        sampler = sample.DeviceSampler(params, vocab, rows, "cuda", tuning)
         key = torch.tensor([1, 2], dtype=torch.int32, device="cuda")
         tokens = torch.zeros(rows, 64, dtype=torch.int32, device="cuda")
         last = torch.zeros(rows, dtype=torch.int64, device="cuda")
-        done, bad = (torch.zeros(rows, dtype=torch.bool, device="cuda") for _ in range(2))
-        state = (key, torch.arange(rows, device="cuda"), scalar(5), tokens, last, done, bad)
+        done = torch.zeros(rows, dtype=torch.int32, device="cuda")
+        bad = torch.zeros(rows, dtype=torch.bool, device="cuda")
+        stops = padded_ids([1, 2]).cuda()
+        state = (key, torch.arange(rows, device="cuda"), scalar(5), tokens, last, done, bad, stops)
         return [lambda: sampler(logits, *state)] * 4
 
     what = f"t {params.temperature:g} top_k {params.top_k} top_p {params.top_p:g}"

@@ -124,11 +124,8 @@ def one_run(flags: str, args: argparse.Namespace, model, judge: RewardModel) -> 
     for name, sec in result["clock"]:
         phases[name] = phases.get(name, 0.0) + sec
     plan = result["plan"]
-    capacity = plan["pages"] * parts.decoder.cache.page_bytes
-    stops = [
-        [r["rows"], r["stop_length"], round(r["kv_bytes"] / capacity, 3), r["tokens_scored"]]
-        for r in result["rounds"]
-    ]
+    stops = [[r["rows"], r["stop_length"], share(r, plan), r["tokens_scored"]]
+             for r in result["rounds"]]  # fmt: skip
     return {
         "flags": flags,
         **last,
@@ -136,23 +133,29 @@ def one_run(flags: str, args: argparse.Namespace, model, judge: RewardModel) -> 
         "phases": phases,
         "kept_reward_cache": plan["keep_reward_cache"],
         "why": plan["why"],
-        "rounds": stops,  # rows, stop length, share of the generator's KV in use, tokens read
+        "rounds": stops,  # rows, stop length, share of the KV budget in use, tokens read
+        "recorded_steps": plan["recorded_steps"],
+        "recording_sec": plan["recording_sec"],
         "predicted_peak_bytes": plan["predicted_peak_bytes"],
         "peak_memory_bytes": result["peak_memory_bytes"],
         "splits": result["out_of_memory_splits"],
     }
 
 
+def share(stop: dict, plan: dict) -> float:
+    """How much of the KV budget was in use at a stop, by both models' caches."""
+    return round((stop["kv_bytes"] + stop["reward_kv_bytes"]) / plan["budget_bytes"], 3)
+
+
 def measured(generator: Generator, prompt: Prompt, progress: Progress) -> tuple[dict, dict]:
     """A run's object, and what is told of every run, the first one too."""
-    stepper, reward = generator.parts.decoder.stepper, generator.parts.reward
-    before = getattr(stepper, "capture_sec", 0.0)  # steps launched one by one record nothing
+    reward = generator.parts.reward
     result = generator.run(prompt, progress)
     # What the run is longer by: answers are decoded at its end, and some texts were waited for.
     at_end = sum(sec for name, sec in result["clock"] if name == "text: decode")
     return result, {
         "elapsed_sec": result["elapsed_sec"],
-        "capture_sec": getattr(stepper, "capture_sec", 0.0) - before,
+        "capture_sec": result["capture_sec"],
         "text_sec": at_end + getattr(reward, "text_sec", 0.0),
         "text_wait_sec": at_end + getattr(reward, "text_wait_sec", 0.0),
         "tokens_generated": result["tokens_generated"],
@@ -175,7 +178,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ratio = row["peak_memory_bytes"] / row["predicted_peak_bytes"]
         first = row["first"]
         print(f"{flags}\n  {row['elapsed_sec']:.2f} s (first {first['elapsed_sec']:.2f}, of it "
-              f"{first['capture_sec']:.2f} recording; then {row['capture_sec']:.2f}), "
+              f"{first['capture_sec']:.2f} recording, at most {row['recorded_steps']} steps in "
+              f"{row['recording_sec']:.2f} s planned; then {row['capture_sec']:.2f}), "
               f"{row['tokens_generated']} generated, {row['tokens_scored']} read, peak "
               f"{row['peak_memory_bytes'] / 1e9:.2f} GB = {ratio:.3f} of the prediction, "
               f"reward cache {'kept' if row['kept_reward_cache'] else 'not kept'} "

@@ -110,17 +110,11 @@ class Engine:
             kv_cache_gb=self.kv_cache_gb[config.memory],
             save_token_ids=True,
         )
-        before = self._capture_sec(parts)
         item = Generator(settings, self.processes, parts).run(prompt, Progress(1, speaks=False))
         if "skipped" in item:
             raise PromptFailed(item["skipped"])
-        item["capture_sec"] = self._capture_sec(parts) - before
         item["page_bytes"] = parts.decoder.cache.page_bytes
         return item
-
-    @staticmethod
-    def _capture_sec(parts: Assembly) -> float:
-        return getattr(parts.decoder.stepper, "capture_sec", 0.0)
 
     def rehearse(self, config: Config, prompt: Prompt) -> None:
         """Eight rows, so that kernels compile and libraries wake outside of what is measured."""

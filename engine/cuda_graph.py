@@ -17,7 +17,7 @@ from engine.decode_state import DecodeState
 from engine.memory import Chunk
 from engine.model import Transformer
 from engine.ops import Ops
-from engine.stepper import Sampler, padded, step_rows
+from engine.stepper import Sampler, bucket, padded, step_rows
 from engine.triton_ops import prompt_class
 
 logger = logging.getLogger(__name__)
@@ -85,10 +85,3 @@ class GraphStepper:
             piece = slice(first, min(first + size, rows))
             step_rows(self.model, self.ops, self.state, self.sampler, piece)
         self.state.after_step()
-
-
-def bucket(rows: int) -> int:
-    """The number of rows that a graph is recorded for: an eighth apart at the most, finer above."""
-    octave = 1 << max(0, (rows - 1).bit_length() - 1)
-    step = max(8, octave // (8 if rows <= 512 else 16))
-    return -(-rows // step) * step

@@ -42,12 +42,12 @@ class Decoder:
         stepper: type[Stepper] = EagerStepper,
     ) -> None:
         self.model, self.ops, self.cache, self.sampler = model, ops, cache, sampler
-        self.stop_ids = np.asarray([] if ignore_stop else sorted(set(stop_ids)), dtype=np.int64)
         self.look_every = look_every
         size = padded(min(max_rows, max_rows_at_once))
         self.chunk = Chunk("rows", size, smallest=ROW_MULTIPLE)
         self.prompt_chunk = prompt_chunk()
-        self.state = DecodeState.allocate(cache, padded(max_rows), look_every)
+        stops = () if ignore_stop else stop_ids
+        self.state = DecodeState.allocate(cache, padded(max_rows), look_every, stops)
         self.stepper = stepper(model, ops, self.state, sampler, self.chunk)
         self.live: list[Candidate] = []
         self.finished: list[Candidate] = []
@@ -89,6 +89,7 @@ class Decoder:
         self.live, self.finished = [], []
         self._prompt_hidden = None
         self.tokens_generated = 0
+        self.stepper.capture_sec = 0.0
 
     def _add_first_tokens(self, candidates: Sequence[int]) -> None:
         count = len(candidates)
@@ -193,7 +194,7 @@ class Decoder:
         """Row i becomes old row `rows[i]`, in the cache, on the device and on the host."""
         self.cache.select(rows)
         index = torch.from_numpy(rows).to(self.model.device)
-        for tensor in (self.state.tokens, self.state.candidates, self.state.bad):
+        for tensor in (self.state.tokens, self.state.candidates):
             tensor[: len(rows)] = tensor[index]
         self._sampled = self._sampled[rows]
 
@@ -209,25 +210,22 @@ class Decoder:
         """Bring the block's tokens to the host and retire the rows that finished in it."""
         num_rows = len(self.live)
         block = self.state.history[:num_rows, :steps].to("cpu", torch.int32).numpy()
-        bad = self.state.bad[:num_rows].cpu().numpy()
+        flags = self.state.done, self.state.bad
+        done, bad = (flag[:num_rows].to("cpu", copy=True).numpy() for flag in flags)
         self.state.begin_block()
         self._append(block)
-        stopped = np.isin(block, self.stop_ids)
-        # A bad row's tokens are 0 from its bad step on; a stop before that is a good end.
-        num_good = np.where(bad, _first(block == 0), steps)
-        ended = stopped.any(1) & (_first(stopped) < num_good)
-        num_tokens = np.where(ended, _first(stopped) + 1, num_good)
+        # A stop token is part of its answer, the token of a failed step (done < 0) is not.
+        num_tokens = np.select([done > 0, done < 0], [done, -done - 1], steps)
         self.tokens_generated += int(num_tokens.sum())
-        done = ended | bad
         if not done.any():
             return
         lengths = self.length - steps + num_tokens
         for row in np.flatnonzero(done):
             tokens = self._sampled[row, : lengths[row]]
-            self._finish(self.live[row], tokens, End.STOP if ended[row] else End.FAILED)
+            self._finish(self.live[row], tokens, End.FAILED if done[row] < 0 else End.STOP)
         if bad.any() and self.cache.lengths.any():
             self.cache.scrub(np.flatnonzero(bad))
-        keep = np.flatnonzero(~done)
+        keep = np.flatnonzero(done == 0)
         self.live = [self.live[row] for row in keep]
         self._move(keep)
 
@@ -242,11 +240,6 @@ class Decoder:
     def _finish(self, candidate: Candidate, tokens: np.ndarray, end: End) -> None:
         candidate.tokens, candidate.end = tokens.copy(), end
         self.finished.append(candidate)
-
-
-def _first(marks: np.ndarray) -> np.ndarray:
-    """The first True of each row, the row's length where there is none."""
-    return np.where(marks.any(1), marks.argmax(1), marks.shape[1])
 
 
 def prompt_chunk() -> Chunk:

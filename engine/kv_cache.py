@@ -61,7 +61,7 @@ class PagedKV:
         max_pages = -(-max_row_tokens // page_size)
         self.table = torch.zeros((max_rows, max_pages), dtype=torch.int32, device=device)
         self._table = np.zeros((max_rows, max_pages), dtype=np.int32)  # the host's copy
-        self._refs = np.zeros(num_pages + 1, dtype=np.int32)
+        self._refs = np.zeros(num_pages + 1, dtype=np.int64)
         self._free = np.arange(num_pages, 0, -1, dtype=np.int32)  # a stack, its top at the end
         self._num_free = num_pages
         self.lengths = np.zeros(0, dtype=np.int64)  # tokens of each row's suffix
@@ -118,15 +118,13 @@ class PagedKV:
             )
         if missing:
             first, last = int(have.min()), int(want.max())
-            for column in range(first, last):
-                rows = np.flatnonzero((have <= column) & (column < want))
-                self._table[rows, column] = self._take(len(rows))
+            new = _between(have - first, want - first, last - first)
+            columns = self._table[: self.num_rows, first:last]
+            columns[new] = self._take(missing)
             try:
                 self._upload(first, last)
             except (RuntimeError, MemoryError):  # out of memory: the caller may try again
-                columns = np.arange(self._table.shape[1])
-                new = (have[:, None] <= columns) & (columns < want[:, None])
-                self._release(self._table[: self.num_rows][new])
+                self._release(columns[new])
                 raise
         self.lengths = new_lengths
 
@@ -136,12 +134,15 @@ class PagedKV:
         A row whose last page is partly filled and shared gets a copy of it, since it will write
         there; without a free page it is cut back to the page's start. See `lengths` afterwards.
         """
-        have, want = self.pages_of(self.lengths), self.pages_of(np.asarray(new_lengths))
-        for column in range(int(want.min(initial=0)), int(have.max(initial=0))):
-            rows = np.flatnonzero((want <= column) & (column < have))
-            self._release(self._table[rows, column])
-        self.lengths = np.asarray(new_lengths, dtype=np.int64).copy()
+        self.take_back(np.arange(self.num_rows), new_lengths)
         self._part_last_pages()
+
+    def take_back(self, rows: np.ndarray, new_lengths: np.ndarray) -> None:
+        """Shorten these rows to lengths whose last page no other row shares."""
+        have, want = self.pages_of(self.lengths[rows]), self.pages_of(new_lengths)
+        last = int(have.max(initial=0))
+        self._release(self._table[rows, :last][_between(want, have, last)])
+        self.lengths[rows] = new_lengths
 
     def _part_last_pages(self) -> None:
         """Nobody shares a page that is still written to; the first of its owners keeps it."""
@@ -187,11 +188,12 @@ class PagedKV:
         old_pages = self.pages_of(old_lengths)
         dropped = counts == 0
         self._release(self._owned(np.flatnonzero(dropped), old_pages[dropped]))
-        table = self._table[rows]
+        width = int(old_pages.max(initial=0))
+        table = self._table[rows, :width]
         is_fork = np.ones(len(rows), dtype=bool)
         is_fork[np.unique(rows, return_index=True)[1]] = False
         self.lengths = old_lengths[rows]
-        self._table[: len(rows)] = table
+        self._table[: len(rows), :width] = table
         self._fork(np.flatnonzero(is_fork))
         self._upload(0, int(self.pages_of(self.lengths).max(initial=0)))
         # NOTE: padded rows of a batch write to the page they name, so stale rows must name none.
@@ -228,7 +230,7 @@ class PagedKV:
     def _fork(self, rows: np.ndarray) -> None:
         """Give forked rows a share of their whole pages and a copy of the partial one."""
         whole = self.lengths[rows] // self.page_size
-        np.add.at(self._refs, self._owned(rows, whole), 1)
+        self._refs += np.bincount(self._owned(rows, whole), minlength=len(self._refs))
         partial = rows[self.lengths[rows] % self.page_size > 0]
         if not len(partial):
             return
@@ -254,8 +256,8 @@ class PagedKV:
 
     def _owned(self, rows: np.ndarray, num_pages: np.ndarray) -> np.ndarray:
         """The first `num_pages[i]` pages of each of `rows`, in one flat array."""
-        columns = np.arange(self._table.shape[1])
-        return self._table[rows][columns < num_pages[:, None]]
+        last = int(num_pages.max(initial=0))
+        return self._table[rows, :last][_between(np.zeros_like(num_pages), num_pages, last)]
 
     def _take(self, count: int) -> np.ndarray:
         if count > self._num_free:
@@ -267,8 +269,9 @@ class PagedKV:
 
     def _release(self, pages: np.ndarray) -> None:
         """Drop one reference to each page; those without any left are free again."""
-        np.subtract.at(self._refs, pages, 1)
-        freed = np.unique(pages[self._refs[pages] == 0])
+        dropped = np.bincount(pages, minlength=len(self._refs))
+        self._refs -= dropped
+        freed = np.flatnonzero((dropped > 0) & (self._refs == 0))
         assert self._num_free + len(freed) <= self.num_pages, "a page was freed twice"
         self._free[self._num_free : self._num_free + len(freed)] = freed
         self._num_free += len(freed)
@@ -283,3 +286,9 @@ class PagedKV:
         """Page and offset in the page of suffix `positions` of `rows`, both int64."""
         pages = self._table[rows, positions // self.page_size].astype(np.int64)
         return pages, positions % self.page_size
+
+
+def _between(first: np.ndarray, last: np.ndarray, num_columns: int) -> np.ndarray:
+    """`[rows, columns]`: True at the columns from `first[row]` on, before `last[row]`."""
+    columns = np.arange(num_columns)
+    return (first[:, None] <= columns) & (columns < last[:, None])

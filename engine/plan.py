@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from engine.config import ModelConfig
 
 FIRST_STRETCH_TOKENS = 64  # answer tokens of the first round: fewer say little about an answer
-REWARD_PAGE_SIZE = 16  # small, since a turn's end spills into a page of its own
-REWARD_EXTRA_TOKENS = 16  # what a template adds behind an answer
+REWARD_PAGE_SIZE = 4  # small: an answer's last page is seldom full
 # Relative costs, from benchmarks/LOG.md: a decoded token to a read one of the same model; and a
 # GPU's step of no rows, in rows: weights are read all the same, small models are bound by launches.
 DECODE_TO_READ = 1.2
@@ -27,11 +26,15 @@ class DoesNotFit(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One model's memory: its config, the bytes of a value, the longest prompt."""
+    """One model's memory: its config, the bytes of a value, the longest prompt.
+
+    `end_tokens` are what a template puts behind an answer, cached until they have been read.
+    """
 
     config: ModelConfig
     bytes_per_value: int
     max_prompt: int
+    end_tokens: int = 0
 
     @property
     def token_bytes(self) -> int:
@@ -69,6 +72,8 @@ class Plan:
     weight_bytes: int = 0
     workspace_bytes: int = 0
     predicted_peak_bytes: int = 0
+    recorded_steps: int = 0  # numbers of rows that a GPU records a step for
+    recording_sec: float = 0.0  # predicted for all of them
     generator_params: int = 0
     reward_params: int = 0
 
@@ -100,17 +105,18 @@ def make_plan(
     rounds: Sequence[Round] | None = None,
     reward_cache: str = "auto",
     step_rows: float = 0.0,
+    chunk_tokens: int = 0,
 ) -> Plan:
     """Cut `budget_bytes` of memory for answers' keys and values.
 
     `alpha` is None for Best-of-N, where each answer is read once and keeping what was read is of
     no use. `rounds` are those of a schedule; without them memory makes the rounds. `step_rows` is
-    what a decode step costs before its first row, in rows.
+    what a decode step costs before its first row, in rows, `chunk_tokens` what one pass reads.
     Raises DoesNotFit where one row at full length does not fit.
     """
     share, keep, why = 1.0, False, "nothing to keep: each answer is read once"
     if reward is not None and alpha is not None:
-        share = _generator_share(generator, reward, page_size)
+        share = _generator_share(budget_bytes, generator, reward, page_size, chunk_tokens)
         keep, why = _choose(
             budget_bytes,
             generator,
@@ -135,7 +141,8 @@ def make_plan(
             "larger --kv_cache_gb or --gpu_memory_utilization, or a smaller --max_tokens or "
             "--max_gen_tokens"
         )
-    rows = min(pages, max_rows) if max_rows else pages
+    first_pages = pages_for(first_stretch(page_size, max_answer_tokens), page_size)
+    rows = min(pages // first_pages, max_rows or pages)
     reward_pages = 0
     if keep:
         reward_bytes = REWARD_PAGE_SIZE * reward.token_bytes
@@ -152,6 +159,7 @@ def make_plan(
         generator_kv_bytes=generator.prompt_bytes + (pages + 1) * page_bytes,
         reward_kv_bytes=_reward_bytes(reward, reward_pages),
         reward_max_prompt=reward.max_prompt if reward else 1,
+        read_chunk_tokens=chunk_tokens,
         generator_params=generator.config.num_params,
         reward_params=reward.config.num_params if reward else 0,
     )
@@ -163,15 +171,21 @@ def _reward_bytes(reward: Side | None, pages: int) -> int:
     return reward.prompt_bytes + (pages + 1) * REWARD_PAGE_SIZE * reward.token_bytes
 
 
-def _generator_share(generator: Side, reward: Side, page_size: int) -> float:
+def _generator_share(
+    budget_bytes: int, generator: Side, reward: Side, page_size: int, chunk_tokens: int
+) -> float:
     """The generator's share of a shared budget, such that both caches are full together.
 
-    The first stretch decides: there the turn's end weighs most in the reward model's pages.
+    The first stretch decides: there the token that was sampled last weighs most in the reward
+    model's pages. The ends of turns take their place behind the answers of one pass at a time.
     """
     stretch = first_stretch(page_size, 1 << 60) - 1
-    read = -(-(stretch + REWARD_EXTRA_TOKENS) // REWARD_PAGE_SIZE) * REWARD_PAGE_SIZE
+    read = pages_for(stretch + 2, REWARD_PAGE_SIZE) * REWARD_PAGE_SIZE
     own, other = stretch * generator.token_bytes, read * reward.token_bytes
-    return own / (own + other)
+    rows = min(budget_bytes / (own + other), max(1, chunk_tokens) / stretch)
+    end_pages = pages_for(reward.end_tokens + 1, REWARD_PAGE_SIZE) if reward.end_tokens else 0
+    ends = rows * end_pages * REWARD_PAGE_SIZE * reward.token_bytes
+    return own / (own + other) * (1 - ends / max(1, budget_bytes))
 
 
 def _choose(

@@ -4,7 +4,8 @@
 prompt is computed once. With `keep`, what was read stays in a KV cache under the sequence's key,
 and the next `read` computes only what is new: the longest common prefix of the old and the new ids
 is kept, whatever was read behind it (a turn's end, a token that merged with its neighbour) is
-dropped. Packed without padding: a sequence's result does not depend on the others.
+dropped; a turn's end, whose length is known, as soon as it has been read. Packed without padding: a
+sequence's result does not depend on the others.
 """
 
 from __future__ import annotations
@@ -50,9 +51,17 @@ class Reader:
     """Reads with one model; one prompt at a time."""
 
     def __init__(
-        self, model: Transformer, ops: Ops, cache: PagedKV, *, keep: bool, chunk_tokens: int
+        self,
+        model: Transformer,
+        ops: Ops,
+        cache: PagedKV,
+        *,
+        keep: bool,
+        chunk_tokens: int,
+        end_tokens: int = 0,  # of each sequence, that will not be there when it has grown
     ) -> None:
         self.model, self.ops, self.cache, self.keep = model, ops, cache, keep
+        self.end_tokens = end_tokens
         self.chunk = Chunk("tokens of the reward model", chunk_tokens)
         self.prompt_chunk = prompt_chunk()
         self.tokens_read = 0
@@ -172,9 +181,10 @@ class Reader:
     def _without_room(self, items: list[Item]) -> set[Key]:
         """The items, from the last one, whose new tokens would not fit in the pool."""
         own = np.asarray([len(item.ids) for item in items])
-        have = np.asarray([item.past for item in items])
-        wanted = self.cache.pages_of(own) - self.cache.pages_of(have)
-        fits = np.cumsum(wanted) <= self.cache.num_free_pages
+        stays = self.cache.pages_of(np.asarray([self._lasting(item) for item in items]))
+        have = self.cache.pages_of(np.asarray([item.past for item in items]))
+        ends = np.maximum.accumulate(self.cache.pages_of(own) - stays)  # of one item at a time
+        fits = np.cumsum(stays - have) + ends <= self.cache.num_free_pages
         fits &= own <= self.cache.max_row_tokens
         num_new_rows = np.cumsum([item.key not in self._ids for item in items])
         fits &= num_new_rows + len(self._rows) <= len(self.cache.table)
@@ -199,13 +209,24 @@ class Reader:
 
     def _next_batch(self, pending: list[Item]) -> list[Item]:
         """As many of the pending as the chunk holds, at least one."""
-        total, count = 0, 0
+        total, pages, count = 0, 0, 0
         for item in pending:
             total += self._cost(item)
-            if count and (total > self.chunk.size or item.kept != pending[0].kept):
+            pages += self._pages(item) if item.kept else 0
+            full = total > self.chunk.size or pages > self.cache.num_free_pages
+            if count and (full or item.kept != pending[0].kept):
                 break
             count += 1
         return pending[:count]
+
+    def _pages(self, item: Item) -> int:
+        """What the cache needs while the item is read."""
+        size = self.cache.page_size
+        return -(-len(item.ids) // size) - -(-item.past // size)
+
+    def _lasting(self, item: Item) -> int:
+        """The tokens that stay in the cache behind this read."""
+        return max(item.past, len(item.ids) - self.end_tokens)
 
     def _read_batch(self, batch: list[Item], out: torch.Tensor, on_chunk: OnChunk | None) -> None:
         new_lens = [item.num_new for item in batch]
@@ -216,6 +237,8 @@ class Reader:
         ends = torch.from_numpy(np.cumsum(new_lens) - 1).to(self.model.device)
         order = torch.tensor([item.order for item in batch], device=self.model.device)
         out[order] = hidden[ends]
+        if rows is not None and self.end_tokens:
+            self._take_back_ends(batch, rows)
         if on_chunk:
             on_chunk(hidden, tokens, batch)
 
@@ -229,6 +252,12 @@ class Reader:
         for item in batch:
             self._ids[item.key] = item.ids
         return rows
+
+    def _take_back_ends(self, batch: list[Item], rows: list[int]) -> None:
+        lengths = [self._lasting(item) for item in batch]
+        self.cache.take_back(np.asarray(rows), np.asarray(lengths))
+        for item, length in zip(batch, lengths, strict=True):
+            self._ids[item.key] = item.ids[:length]
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:

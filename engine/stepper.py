@@ -21,7 +21,11 @@ ROW_MULTIPLE = 8  # rows are padded to it: below 12 rows a CPU's matrix product 
 
 
 class Sampler(Protocol):
-    """Samples a token a row into the state: history, next_tokens, done, bad."""
+    """Samples a token a row into the state: history, next_tokens, done, bad.
+
+    A row's first end since the host's last look counts: a stop token, or logits without a finite
+    value.
+    """
 
     def __call__(self, logits: torch.Tensor, state: DecodeState, rows: slice) -> None: ...
 
@@ -39,10 +43,19 @@ class TorchSampler:
         state.history[rows, state.host_block_step] = tokens
         state.next_tokens[rows] = tokens
         state.bad[rows] |= bad
+        runs = state.done[rows] == 0
+        state.done[rows] += runs * how_ended(tokens, bad, state) * (state.host_block_step + 1)
+
+
+def how_ended(tokens: torch.Tensor, bad: torch.Tensor, state: DecodeState) -> torch.Tensor:
+    """1 for a stop token, -1 for a bad row, 0 for one that goes on."""
+    return torch.where(bad, -1, torch.isin(tokens, state.stop_ids).to(torch.int32))
 
 
 class Stepper(Protocol):
     """Runs decode steps for the first `num_rows` rows of the state."""
+
+    capture_sec: float  # spent on recording steps since the prompt began
 
     def run(self, num_rows: int, steps: int) -> None: ...
 
@@ -55,6 +68,7 @@ class EagerStepper:
     ) -> None:
         self.model, self.ops, self.state, self.sampler = model, ops, state, sampler
         self.chunk = chunk
+        self.capture_sec = 0.0  # nothing is recorded
 
     def run(self, num_rows: int, steps: int) -> None:
         for _ in range(steps):
@@ -84,3 +98,15 @@ def step_rows(
 def padded(rows: int) -> int:
     """Rows of a batch, padding included."""
     return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+def bucket(rows: int) -> int:
+    """The number of rows that a step is recorded for: an eighth apart at the most, finer above."""
+    octave = 1 << max(0, (rows - 1).bit_length() - 1)
+    step = max(8, octave // (8 if rows <= 512 else 16))
+    return -(-rows // step) * step
+
+
+def num_buckets(max_rows: int) -> int:
+    """How many different steps are recorded as `max_rows` rows finish one by one."""
+    return len({min(bucket(rows), max_rows) for rows in range(1, max_rows + 1)})

@@ -90,8 +90,6 @@ class TritonOps(TorchOps):
                 rows,
                 c.num_heads,
                 c.num_kv_heads,
-                c.head_dim,
-                state.cache.page_size,
                 model.dtype,
                 prompt_tokens,
                 _num_multiprocessors(model.device),
@@ -161,8 +159,7 @@ class TritonSampler:
         max_rows: int,
         device: torch.device,
     ) -> None:
-        # The host finds the stop tokens itself at its looks: it needs their places.
-        self._sample = DeviceSampler(params, vocab_size, max_rows, [], device)
+        self._sample = DeviceSampler(params, vocab_size, max_rows, device)
 
     def __call__(self, logits: torch.Tensor, state: DecodeState, rows: slice) -> None:
         self._sample(
@@ -174,6 +171,7 @@ class TritonSampler:
             state.next_tokens[rows],
             state.done[rows],
             state.bad[rows],
+            state.stop_ids,
             state.block_step,
         )
 

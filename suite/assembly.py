@@ -62,6 +62,7 @@ class Assembly:
         """What the prompt's object records of the machine."""
         return {
             "peak_memory_bytes": memory.peak_bytes(self.device),
+            "capture_sec": self.decoder.stepper.capture_sec,
             "out_of_memory_splits": sum(chunk.num_splits for chunk in self.chunks),
             "plan": dataclasses.asdict(self.plan),
             "versions": versions(),

@@ -6,13 +6,15 @@ itself. How scores come out of a reading is rewards/' business.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from engine.decoder import Decoder
 from engine.kv_cache import PagedKV
 from engine.model import Transformer
 from engine.ops import Ops
-from engine.plan import REWARD_EXTRA_TOKENS, REWARD_PAGE_SIZE, Plan
+from engine.plan import REWARD_PAGE_SIZE, Plan
 from engine.reader import Reader
 from rewards.base import Reward
 from rewards.function_reward import FunctionReward, load_function
@@ -48,18 +50,28 @@ def _shares_ids(chat: Chat, model: Transformer, judge: RewardModel) -> bool:
     return same_vocabulary(chat.tokenizer, judge.chat.tokenizer)
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What the memory plan needs to know of a reward that reads with a model."""
+
+    model: Transformer
+    max_prompt: int  # tokens
+    end_tokens: int  # read behind each answer, each time
+
+
 def reading_side(
     settings: Settings, chat: Chat, model: Transformer, judge: Judge
-) -> tuple[Transformer, int] | None:
-    """The model that the reward reads with and its longest prompt; None for a function."""
+) -> Reading | None:
+    """None for a function."""
     bound = min(settings.max_tokens, model.config.max_positions)
     if isinstance(judge, str):
         return None
     if judge is None:
-        return model, bound
+        return Reading(model, bound, 0)
     same = _shares_ids(chat, model, judge)
     longest = (bound if same else 2 * bound) + LONGEST_TEMPLATE
-    return judge.backbone, min(judge.backbone.config.max_positions, longest)
+    longest = min(judge.backbone.config.max_positions, longest)
+    return Reading(judge.backbone, longest, len(judge.chat.after_ids))
 
 
 def make_reward(
@@ -75,18 +87,19 @@ def make_reward(
         function = load_function(judge)
         return FunctionReward(judge, function, chat.decode, settings.reward_timeout), None
     if judge is None:
-        reader = _reader(decoder.model, ops, plan, same_text=True)
+        reader = _reader(decoder.model, ops, plan)
         return SelfReward(reader, chat.prompt_ids), reader
     same = _shares_ids(chat, decoder.model, judge)
-    reader = _reader(judge.backbone, ops, plan, same_text=same)
+    reader = _reader(judge.backbone, ops, plan, 1 if same else 2, len(judge.chat.after_ids))
     decode = None if same else chat.decode
     return ModelReward(reader, judge.head, judge.chat, decode), reader
 
 
-def _reader(model: Transformer, ops: Ops, plan: Plan, *, same_text: bool) -> Reader:
-    """A reader with its part of the plan; another tokenizer may need twice the tokens."""
-    stretch = 1 if same_text else 2
-    bound = plan.max_answer_tokens * stretch + REWARD_EXTRA_TOKENS
+def _reader(
+    model: Transformer, ops: Ops, plan: Plan, stretch: int = 1, end_tokens: int = 0
+) -> Reader:
+    """A reader with its part of the plan; another tokenizer may stretch texts to more tokens."""
+    bound = plan.max_answer_tokens * stretch + end_tokens
     cache = PagedKV(
         model.config,
         num_pages=plan.reward_pages,
@@ -97,5 +110,11 @@ def _reader(model: Transformer, ops: Ops, plan: Plan, *, same_text: bool) -> Rea
         dtype=model.dtype,
         device=model.device,
     )
-    keep, chunk = plan.keep_reward_cache, plan.read_chunk_tokens
-    return Reader(model, ops, cache, keep=keep, chunk_tokens=chunk)
+    return Reader(
+        model,
+        ops,
+        cache,
+        keep=plan.keep_reward_cache,
+        chunk_tokens=plan.read_chunk_tokens,
+        end_tokens=end_tokens,
+    )

@@ -8,17 +8,27 @@ the largest forward passes.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 
 from engine import memory
 from engine.model import Transformer
 from engine.ops import Ops
-from engine.plan import Plan, Round, Side, first_stretch, gpu_step_rows, make_plan
+from engine.plan import (
+    FIRST_STRETCH_TOKENS,
+    Plan,
+    Round,
+    Side,
+    first_stretch,
+    gpu_step_rows,
+    make_plan,
+)
 from engine.schedule import Schedule
-from engine.stepper import Sampler, padded
-from engine.workspace import Workspace, measure_decode, measure_read
+from engine.stepper import Sampler, num_buckets, padded
+from engine.workspace import Workspace, measure_workspace
 from suite.backend import MAX_ROWS_AT_ONCE, PAGE_SIZE, READ_CHUNK_TOKENS
+from suite.reward_side import Reading
 from suite.settings import Settings
 
 CPU_KV_BYTES = 250_000_000  # on a CPU speed is the limit, not memory: a few hundred short rows
@@ -29,7 +39,7 @@ LEAST_READ_TOKENS = 4096  # of a pass, at the least, however few rows there are
 def plan_memory(
     settings: Settings,
     model: Transformer,
-    judge: tuple[Transformer, int] | None,
+    judge: Reading | None,
     ops: Ops,
     sampler: Sampler,
 ) -> Plan:
@@ -38,15 +48,17 @@ def plan_memory(
     value_bytes = torch.finfo(model.dtype).bits // 8
     bound = min(settings.max_tokens, model.config.max_positions)
     generator = Side(model.config, value_bytes, bound)
-    reward = Side(judge[0].config, value_bytes, judge[1]) if judge else None
+    reward = None
+    if judge:
+        reward = Side(judge.model.config, value_bytes, judge.max_prompt, judge.end_tokens)
     weights = model.weight_bytes
-    if judge and judge[0] is not model:
-        weights += judge[0].weight_bytes
+    if judge and judge.model is not model:
+        weights += judge.model.weight_bytes
     prompts = generator.prompt_bytes + (reward.prompt_bytes if reward else 0)
-    rows = min(MAX_ROWS_AT_ONCE, _most_rows(settings, generator, PAGE_SIZE[device.type]))
+    rows = min(MAX_ROWS_AT_ONCE, _most_rows(settings, generator))
     longest = max(generator.max_prompt, reward.max_prompt if reward else 0)
     chunk = read_chunk_tokens(settings, generator.token_bytes, longest, rows, device.type)
-    space = _workspace(model, judge[0] if judge else None, ops, sampler, rows, chunk)
+    space = _workspace(model, judge.model if judge else None, ops, sampler, rows, chunk)
     longest_answer = min(settings.max_gen_tokens, bound - 1)
     plan = make_plan(
         _budget_bytes(settings, device, prompts, space),
@@ -59,12 +71,13 @@ def plan_memory(
         rounds=planned_rounds(settings, longest_answer),
         reward_cache=settings.reward_cache,
         step_rows=gpu_step_rows(model.config) if device.type == "cuda" else 0.0,
+        chunk_tokens=chunk,
     )
     return dataclasses.replace(
         plan,
-        read_chunk_tokens=chunk,
         weight_bytes=weights,
         workspace_bytes=max(space.decode_bytes, space.read_bytes),
+        **_recording(plan.max_rows, space),
         predicted_peak_bytes=weights
         + plan.generator_kv_bytes
         + plan.reward_kv_bytes
@@ -80,12 +93,22 @@ def _workspace(
     rows: int,
     chunk_tokens: int,
 ) -> Workspace:
-    """Bytes of the largest forward passes; measured on a GPU, of no account on a CPU."""
+    """What the largest forward passes take; measured on a GPU, of no account on a CPU."""
     if model.device.type != "cuda":
         return Workspace()
-    decode = measure_decode(model, ops, sampler, rows, PAGE_SIZE["cuda"])
-    read = measure_read(reader or model, ops, chunk_tokens)
-    return Workspace(decode, read)
+    sizes = {"rows": rows, "tokens": chunk_tokens, "page_size": PAGE_SIZE["cuda"]}
+    return measure_workspace(model, reader or model, ops, sampler, **sizes)
+
+
+def _recording(max_rows: int, space: Workspace) -> dict[str, Any]:
+    """How many steps a GPU may record, and the seconds for all: a rehearsal and a recording each.
+
+    The memory of recording is the step's workspace, which `_budget_bytes` counts twice.
+    """
+    if not space.decode_bytes:
+        return {}
+    steps = num_buckets(padded(max_rows))
+    return {"recorded_steps": steps, "recording_sec": steps * 2 * space.launch_sec}
 
 
 def read_chunk_tokens(
@@ -131,11 +154,12 @@ def planned_rounds(settings: Settings, longest_answer: int) -> list[Round] | Non
     return rounds
 
 
-def _most_rows(settings: Settings, generator: Side, page_size: int) -> int:
+def _most_rows(settings: Settings, generator: Side) -> int:
     """Rows that a step can have at the most, padding included: what the workspace is for."""
     rows = _max_rows(settings) or MAX_ROWS_AT_ONCE
     if settings.kv_cache_gb is not None:
-        rows = min(rows, int(settings.kv_cache_gb * 1e9 / (page_size * generator.token_bytes)))
+        first_bytes = FIRST_STRETCH_TOKENS * generator.token_bytes  # of a row at the start
+        rows = min(rows, int(settings.kv_cache_gb * 1e9 / first_bytes))
     return padded(max(1, rows))
 
 
@@ -168,6 +192,11 @@ def describe(plan: Plan, model: Transformer) -> str:
         f"plan: {plan.rows_for(stretch)} rows fit at {stretch} answer tokens, "
         f"{plan.rows_for(plan.max_answer_tokens)} at {plan.max_answer_tokens}",
     ]
+    if plan.recorded_steps:
+        lines.append(
+            f"plan: a step is recorded for each of {plan.recorded_steps} numbers of rows when it "
+            f"is first needed, {plan.recording_sec:.1f} s for all of them"
+        )
     if plan.reward_params:
         kept = "kept" if plan.keep_reward_cache else "not kept"
         lines.append(f"plan: the reward model's cache is {kept} between rounds ({plan.why})")

@@ -63,11 +63,18 @@ def new_decoder(
 
 
 def new_reader(
-    model: Transformer, *, keep: bool = True, chunk_tokens: int = 512, **sizes: int
+    model: Transformer,
+    *,
+    keep: bool = True,
+    chunk_tokens: int = 512,
+    end_tokens: int = 0,
+    **sizes: int,
 ) -> Reader:
     sizes = {"num_pages": 256, "max_rows": 32, "max_row_tokens": 256, "max_prompt": 256, **sizes}
     cache = new_cache(model.config, **sizes)
-    return Reader(model, TorchOps(), cache, keep=keep, chunk_tokens=chunk_tokens)
+    return Reader(
+        model, TorchOps(), cache, keep=keep, chunk_tokens=chunk_tokens, end_tokens=end_tokens
+    )
 
 
 @torch.inference_mode()

@@ -15,7 +15,7 @@ from typing import Any
 from suite.settings import PROJECT
 
 PLAIN = ["--mixed_precision", "no", "--dynamo_backend", "no"]
-TIMES = ("elapsed_sec", "clock", "peak_memory_bytes", "output_folder", "device")
+TIMES = ("elapsed_sec", "clock", "capture_sec", "peak_memory_bytes", "output_folder", "device")
 
 
 def launcher(num_processes: int, *more: str) -> list[str]:
@@ -69,6 +69,8 @@ def records(folder: Path) -> dict[str, list[dict[str, Any]]]:
     found = {}
     for path in sorted(folder.glob("*_prompt_*.json")):
         objects = json.loads(path.read_text())
+        for one in objects:
+            one["plan"].pop("recording_sec")
         found[path.name] = [{k: v for k, v in o.items() if k not in TIMES} for o in objects]
     return found
 

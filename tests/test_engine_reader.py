@@ -62,10 +62,13 @@ def test_chunks_of_any_size_read_the_same(model, keep: bool, chunk: int) -> None
     assert reader.tokens_read == len(PROMPT) + read
 
 
+@pytest.mark.parametrize("end_tokens", [0, len(END)])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_five_rounds_with_drops_and_forks_read_only_what_is_new(model, page_size: int) -> None:
+def test_five_rounds_with_drops_and_forks_read_only_what_is_new(
+    model, page_size: int, end_tokens: int
+) -> None:
     """The turn's end is read each round, everything else once; the counter is exact."""
-    reader = new_reader(model, page_size=page_size, chunk_tokens=64)
+    reader = new_reader(model, page_size=page_size, chunk_tokens=64, end_tokens=end_tokens)
     reader.begin(PROMPT)
     texts = {i: random_ids(5, seed=i) for i in range(12)}
     expected, unread = len(PROMPT), {i: 5 for i in texts}
@@ -103,6 +106,21 @@ def test_a_round_reads_exactly_the_new_tokens_and_the_turn_end(model) -> None:
     assert reader.tokens_read == 19 + 4 * 8 + 2 * (10 + 2)
     check(reader, {3: ids(PROMPT, second[3], END)})
     assert reader.tokens_read == 19 + 32 + 24 + 1, "nothing is new, so the last token alone"
+
+
+def test_the_ends_of_turns_take_room_in_one_pass_alone(model) -> None:
+    """Whole pages of answers, and a page more: what is read next waits for the end before it."""
+    reader = new_reader(model, page_size=4, num_pages=12 * 4 + 1, end_tokens=len(END))
+    reader.begin(PROMPT)
+    for length in (8, 16):
+        texts = {i: random_ids(length, seed=i) for i in range(12)}
+        check(reader, {i: ids(PROMPT, text, END) for i, text in texts.items()})
+        assert reader.cache.lengths.tolist() == [length] * 12
+        assert reader.cache.used_bytes == 12 * length // 4 * reader.cache.page_bytes
+    assert reader.tokens_read == len(PROMPT) + 12 * (16 + 2 * len(END))
+    texts[12] = random_ids(8, seed=12)  # no room: read from its start, apart
+    check(reader, {i: ids(PROMPT, text, END) for i, text in texts.items()})
+    assert len(reader.cache.lengths) == 12
 
 
 @pytest.mark.parametrize("keep", [True, False])

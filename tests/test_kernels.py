@@ -10,6 +10,7 @@ import torch
 
 from tests.triton_on_cpu import DEVICE, ON_GPU  # isort: split
 
+from engine.decode_state import padded_ids
 from engine.kernels import activation, attention, norm, reference, rope_append, sample
 from engine.sampler import SamplingParams
 from engine.sampler import sample as sample_on_host
@@ -116,9 +117,7 @@ def test_rope_append(heads, kv_heads, head_dim, length, qk_norm, dtype):
 def make_attention(cache: SimpleNamespace, q: torch.Tensor, length: int, prompt: int, **changes):
     """(inputs, plan, workspace) of a call whose workspace is poisoned."""
     rows, heads, head_dim = q.shape
-    plan = attention.plan_attention(
-        rows, heads, cache.k.shape[1], head_dim, cache.page_size, q.dtype, cache.k_prefix.shape[1]
-    )
+    plan = attention.plan_attention(rows, heads, cache.k.shape[1], q.dtype, cache.k_prefix.shape[1])
     plan = replace(plan, **changes)
     workspace = attention.make_workspace({rows: plan}, heads, head_dim, q.dtype, DEVICE)
     workspace.output.fill_(torch.nan)
@@ -148,18 +147,18 @@ def attend(cache: SimpleNamespace, q: torch.Tensor, length: int, prompt: int, **
     ids=["split-both", "split-prompt", "whole"],
 )
 @pytest.mark.parametrize(
-    ("rows", "heads", "kv_heads", "head_dim", "length", "prompt"),
+    ("rows", "heads", "kv_heads", "head_dim", "page", "length", "prompt"),
     [
-        (1, 4, 2, 16, 1, 1),
-        (3, 9, 3, 64, 33, 70),
-        (5, 8, 1, 32, 40, 64),  # a group of 8, prompt of whole blocks
-        (2, 3, 3, 96, 16, 129),  # no groups, a head_dim that is no power of two
-        (2, 4, 1, 128, 50, 20),
-        (20, 4, 2, 16, 16, 40),
+        (1, 4, 2, 16, 16, 1, 1),
+        (3, 9, 3, 64, 16, 133, 70),
+        (5, 8, 1, 32, 4, 140, 64),  # a group of 8, prompt of whole blocks
+        (2, 3, 3, 96, 8, 64, 129),  # no groups, a head_dim that is no power of two
+        (2, 4, 1, 128, 128, 150, 20),  # a page of two blocks
+        (20, 4, 2, 16, 1, 80, 40),  # a page for each token
     ],
 )
-def test_decode_attention(rows, heads, kv_heads, head_dim, length, prompt, launch, dtype):
-    cache = make_cache(rows, kv_heads, head_dim, 16, length, prompt, dtype)
+def test_decode_attention(rows, heads, kv_heads, head_dim, page, length, prompt, launch, dtype):
+    cache = make_cache(rows, kv_heads, head_dim, page, length, prompt, dtype)
     q = randn(rows, heads, head_dim, dtype=dtype, seed=9) * 2
     ours, twin = attend(cache, q, length, prompt, **launch)
     assert_close(ours, twin)
@@ -167,11 +166,11 @@ def test_decode_attention(rows, heads, kv_heads, head_dim, length, prompt, launc
 
 @pytest.mark.parametrize("suffix_splits", [1, 4])
 def test_decode_attention_without_a_prompt(suffix_splits):
-    cache = make_cache(2, 2, 32, 16, 37, 0, torch.float32)
+    cache = make_cache(2, 2, 32, 16, 87, 0, torch.float32)
     q = randn(2, 4, 32, seed=9)
     for prefix_splits in (0, 1, 2):  # no prefix kernel, or one that finds an empty prompt
         ours, twin = attend(
-            cache, q, 37, 0, prefix_splits=prefix_splits, suffix_splits=suffix_splits
+            cache, q, 87, 0, prefix_splits=prefix_splits, suffix_splits=suffix_splits
         )
         assert_close(ours, twin)
 
@@ -201,7 +200,7 @@ def run_sampler(
     done: torch.Tensor | None = None,
 ) -> SimpleNamespace:
     rows, vocab = logits.shape
-    sampler = sample.DeviceSampler(params, vocab, rows + 1, list(stop_ids), DEVICE)
+    sampler = sample.DeviceSampler(params, vocab, rows + 1, DEVICE)
     words = [
         word - (1 << 32) if word >= 1 << 31 else word for word in (KEY & 0xFFFFFFFF, KEY >> 32)
     ]
@@ -209,7 +208,7 @@ def run_sampler(
         candidates=torch.arange(rows) * 7 + (1 << 34),
         tokens=torch.full((rows, step + 2), -1, dtype=torch.int32, device=DEVICE),
         last=torch.full((rows,), -1, dtype=torch.int64, device=DEVICE),
-        done=torch.zeros(rows, dtype=torch.bool, device=DEVICE) if done is None else done,
+        done=torch.zeros(rows, dtype=torch.int32, device=DEVICE) if done is None else done,
         bad=torch.zeros(rows, dtype=torch.bool, device=DEVICE),
     )
     sampler(
@@ -221,6 +220,7 @@ def run_sampler(
         result.last,
         result.done,
         result.bad,
+        padded_ids(stop_ids).to(DEVICE),
     )
     result.twin, result.twin_bad = sample_on_host(
         logits.cpu(), params, KEY, result.candidates, step
@@ -255,7 +255,8 @@ def test_sampler_draws_its_twins_tokens(params, dtype):
     assert result.tokens[:, 3].cpu().long().equal(result.twin)
     assert (result.tokens[:, [0, 1, 2, 4]] == -1).all(), "wrote beside its column"
     stops = result.twin == int(logits[0].argmax())
-    assert result.done.cpu().equal(stops) and not result.bad.any()
+    assert result.done.cpu().equal(stops * torch.tensor(4, dtype=torch.int32))  # step 3 is the 4th
+    assert not result.bad.any()
 
 
 @pytest.mark.parametrize(
@@ -269,11 +270,11 @@ def test_sampler_flags_bad_rows_and_samples_the_others(params):
     logits[2] = -torch.inf
     logits[4, 0] = torch.inf
     logits[5] = torch.nan
-    done = torch.zeros(7, dtype=torch.bool, device=DEVICE)
-    done[5] = True  # a row that has ended may hold anything
+    done = torch.zeros(7, dtype=torch.int32, device=DEVICE)
+    done[5] = 2  # a row that has ended may hold anything
     result = run_sampler(logits, params, done=done)
-    assert result.bad.tolist() == [False, True, True, False, True, False, False]
-    assert result.done.tolist() == [False, True, True, False, True, True, False]
+    assert result.bad.tolist() == [False, True, True, False, True, True, False]
+    assert result.done.tolist() == [0, -4, -4, 0, -4, 2, 0]
     assert result.last.cpu().equal(result.twin)
 
 
@@ -294,13 +295,12 @@ def test_sampler_takes_a_whole_row_where_the_nucleus_is_wide():
         assert result.last.cpu().equal(result.twin)
 
 
-def test_sampler_takes_many_stop_ids_and_refuses_more():
+def test_sampler_takes_many_stop_ids():
     logits = torch.zeros(20, 20, device=DEVICE)
     logits[torch.arange(20), torch.arange(20)] = 100.0
-    result = run_sampler(logits, SamplingParams(), stop_ids=tuple(range(2, 18)))
-    assert result.done.tolist() == [2 <= token < 18 for token in range(20)]
-    with pytest.raises(ValueError, match="16 stop ids"):
-        sample.DeviceSampler(SamplingParams(), 20, 1, list(range(17)), DEVICE)
+    for last in (17, 18):  # 16 ids, and one more than fills the smallest tensor of them
+        result = run_sampler(logits, SamplingParams(), stop_ids=tuple(range(2, last + 1)))
+        assert result.done.tolist() == [4 * (2 <= token <= last) for token in range(20)]
 
 
 @pytest.mark.gpu

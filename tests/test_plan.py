@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from hypothesis import strategies as st
 from engine import memory
 from engine.config import ModelConfig, RopeConfig
 from engine.plan import (
-    REWARD_EXTRA_TOKENS,
     REWARD_PAGE_SIZE,
     DoesNotFit,
     Plan,
@@ -152,12 +152,15 @@ def test_best_of_n_and_alpha_0_keep_no_reward_cache(max_rows, alpha) -> None:
 
 
 def test_the_first_stretch_fills_both_caches_together() -> None:
-    plan = make_plan(10**10, LLAMA_8B, LLAMA_8B, page_size=64, max_answer_tokens=2048, alpha=0.5)
-    stretch = first_stretch(64, 2048)
+    request = dict(page_size=8, max_answer_tokens=2048, alpha=0.5, chunk_tokens=6400)
+    plan = make_plan(10**10, LLAMA_8B, replace(LLAMA_8B, end_tokens=5), **request)
+    stretch = first_stretch(8, 2048)
     assert stretch == 65
-    own = plan.pages // pages_for(stretch, 64)
-    other = plan.reward_pages // -(-(stretch - 1 + REWARD_EXTRA_TOKENS) // REWARD_PAGE_SIZE)
-    assert abs(own - other) <= 0.02 * own
+    rows = plan.rows_for(stretch)
+    assert rows == plan.max_rows and 0 <= plan.pages - rows * pages_for(stretch, 8) < 8
+    answers = rows * -(-stretch // REWARD_PAGE_SIZE)
+    ends = 100 * 2  # pages of 5 tokens, for the 100 rows of 64 tokens in one pass
+    assert abs(plan.reward_pages - answers - ends) <= 0.003 * plan.reward_pages
     assert first_stretch(64, 20) == 20 and first_stretch(32, 999) == 65
 
 

@@ -69,8 +69,6 @@ def plan_attention(
     rows: int,
     num_heads: int,
     num_kv_heads: int,
-    head_dim: int,
-    page_size: int,
     dtype: torch.dtype,
     prompt_tokens: int,
     num_multiprocessors: int = 132,
@@ -91,7 +89,7 @@ def plan_attention(
         prefix_warps=8 if block_m == 128 else 4,
         prefix_stages=3 if not wide else 1,
         suffix_splits=suffix_splits,
-        suffix_block_n=min(page_size, block_n),
+        suffix_block_n=block_n,
         suffix_warps=4,
         suffix_stages=3 if not wide else 1,
     )
@@ -206,7 +204,6 @@ def suffix_attention(
     rows, num_heads, head_dim = q.shape
     _, num_kv_heads, page_size, _ = k_pages.shape
     assert q.is_contiguous() and k_pages.is_contiguous() and v_pages.is_contiguous()
-    assert page_size % plan.suffix_block_n == 0, "a block of keys must not cross pages"
     suffix_kernel[(rows * num_kv_heads, plan.suffix_splits)](
         q,
         k_pages,

@@ -189,18 +189,18 @@ def suffix_kernel(
     best, total, output = _merge(state_output, state_lse, at, inside, d, stride, D, MERGED)
 
     row_table = table + row * table_stride
-    k_at = k_pages + kv_head * (PAGE * D) + n[None, :] * D + d[:, None]
-    v_at = v_pages + kv_head * (PAGE * D) + n[:, None] * D + d[None, :]
-    last_page = tl.maximum(end - 1, 0) // PAGE
-    page = tl.load(row_table + tl.minimum(start // PAGE, last_page))
+    k_at = k_pages + kv_head * (PAGE * D) + d[:, None]
+    v_at = v_pages + kv_head * (PAGE * D) + d[None, :]
+    last = tl.maximum(end - 1, 0)
+    page = tl.load(row_table + tl.minimum(start + n, last) // PAGE)
     for first in range(start, end, BLOCK_N):
-        offset = page.to(tl.int64) * (K * PAGE * D) + (first % PAGE) * D
-        # The next page's number is fetched one block ahead: as a load that the keys' load depends
-        # on, it would take half of the pipeline's stages for itself.
-        page = tl.load(row_table + tl.minimum((first + BLOCK_N) // PAGE, last_page))
+        slot = page.to(tl.int64) * (K * PAGE * D) + (first + n) % PAGE * D
+        # The next block's page numbers are fetched one block ahead: as loads that the keys' load
+        # depends on, they would take half of the pipeline's stages for themselves.
+        page = tl.load(row_table + tl.minimum(first + BLOCK_N + n, last) // PAGE)
         valid = first + n < end
-        key = tl.load(k_at + offset, mask=valid[None, :] & (d < D)[:, None], other=0.0)
-        value = tl.load(v_at + offset, mask=valid[:, None] & (d < D)[None, :], other=0.0)
+        key = tl.load(k_at + slot[None, :], mask=valid[None, :] & (d < D)[:, None], other=0.0)
+        value = tl.load(v_at + slot[:, None], mask=valid[:, None] & (d < D)[None, :], other=0.0)
         best, total, output = _attend(query, key, value, valid, scale, best, total, output, True)
 
     lse, output = _finish(best, total, output)

@@ -22,7 +22,6 @@ from engine.sampler import SamplingParams
 
 MAX_FAST_TOP_K = 256
 NUCLEUS_VALUES = 256  # at the least, that top-p without top-k looks at before a whole row
-MAX_STOP_IDS = 16
 MANY_ROWS = 1024
 MIN_TEMPERATURE = 1e-30  # below it float32 quotients lose 0 / temperature
 ZERO_LOW_BITS = {torch.float32: 0, torch.float16: 12, torch.bfloat16: 16}  # multiples of 4
@@ -42,19 +41,16 @@ class SamplerTuning:
 
 
 class DeviceSampler:
-    """One run's sampler: fixed settings and stop ids, workspace for up to `max_rows` at a time."""
+    """One run's sampler: fixed settings, workspace for up to `max_rows` at a time."""
 
     def __init__(
         self,
         params: SamplingParams,
         vocab_size: int,
         max_rows: int,
-        stop_ids: list[int],
         device: torch.device | str,
         tuning: SamplerTuning | None = None,
     ) -> None:
-        if len(stop_ids) > MAX_STOP_IDS:
-            raise ValueError(f"at most {MAX_STOP_IDS} stop ids, got {len(stop_ids)}")
         self.params, self.vocab_size = params, vocab_size
         self.tuning = tuning or SamplerTuning()
         self.top_k = params.effective_top_k(vocab_size)
@@ -64,8 +60,6 @@ class DeviceSampler:
         self.mode = self._mode()
         self.bound_rank = NUCLEUS_VALUES if self.mode == "top-p" else self.top_k
         self.capacity = max(256, triton.next_power_of_2(4 * self.bound_rank))
-        padded = stop_ids + [-1] * (MAX_STOP_IDS - len(stop_ids))
-        self.stop_ids = torch.tensor(padded, dtype=torch.int32, device=device)
 
         def empty(width: int, dtype: torch.dtype) -> Tensor:
             return torch.empty((max_rows, width), dtype=dtype, device=device)
@@ -95,14 +89,15 @@ class DeviceSampler:
         step: Tensor,  # int32 device scalar: answer tokens generated before
         tokens: Tensor,  # [rows, columns] integers
         last_token: Tensor,  # [rows] integers: the next step's input
-        done: Tensor,  # [rows] bool
+        done: Tensor,  # [rows] int32
         bad: Tensor,  # [rows] bool
+        stop_ids: Tensor,  # [a power of two] integers; those below 0 stand for none
         column: Tensor | None = None,  # int32 device scalar: where in `tokens`; default `step`
     ) -> None:
         """Sample one token a row and write it to `tokens[row, column]` and `last_token[row]`.
 
-        `done[row]` is set by a stop id and by a bad row, `bad[row]` by a row of NaN, +inf or
-        nothing but -inf that was not done before; neither is ever cleared here.
+        A row of NaN, +inf or nothing but -inf sets `bad[row]`. `done[row]`, where it is 0, becomes
+        `column + 1` by a stop id and `-(column + 1)` by a bad row.
         """
         rows, vocab = logits.shape
         assert vocab == self.vocab_size and logits.stride(1) == 1, "logits of another shape"
@@ -115,9 +110,9 @@ class DeviceSampler:
             tokens,
             tokens.stride(0),
             last_token,
-            done.view(torch.uint8),
+            done,
             bad.view(torch.uint8),
-            self.stop_ids,
+            stop_ids,
         )
         if self.mode != "rows":
             self._launch_pick(logits, writes)
@@ -169,7 +164,7 @@ class DeviceSampler:
             CHUNKS_PAD=max(2, triton.next_power_of_2(self.num_chunks)),
             TILE=self.tuning.pick_tile,
             CAPACITY=self.capacity,
-            STOPS=MAX_STOP_IDS,
+            STOPS=len(writes[-1]),
             num_warps=warps,
         )
 
@@ -188,6 +183,6 @@ class DeviceSampler:
             TOP_P=self.params.top_p,
             LOW_BITS=ZERO_LOW_BITS[logits.dtype],
             BLOCK=self.tuning.whole_block,
-            STOPS=MAX_STOP_IDS,
+            STOPS=len(writes[-1]),
             num_warps=self.tuning.whole_warps,
         )

@@ -94,12 +94,13 @@ def _write(
 ):
     token = tl.where(is_bad, 0, token)
     stops = tl.load(stop_ids + tl.arange(0, STOPS))
-    ends = tl.max((stops == token).to(tl.int32), axis=0) | is_bad.to(tl.int32)
-    was_done = tl.load(done + row).to(tl.int32)
+    stopped = tl.max((stops == token).to(tl.int32), axis=0)
+    was_done = tl.load(done + row)
     tl.store(tokens + row * tokens_stride + column, token.to(tokens.dtype.element_ty))
     tl.store(last_token + row, token.to(last_token.dtype.element_ty))
-    tl.store(done + row, (was_done | ends).to(tl.uint8))
-    if is_bad & (was_done == 0):
+    end = tl.where(is_bad, -1, stopped) * (column + 1)
+    tl.store(done + row, tl.where(was_done == 0, end, was_done))
+    if is_bad:
         tl.store(bad + row, tl.full([], 1, tl.uint8))
 
 
