@@ -144,10 +144,10 @@ class BestOfN:
 
 @dataclass(frozen=True, slots=True)
 class Searched:
-    """A configuration beside Best-of-N: per prompt, means over its seeds."""
+    """A configuration beside Best-of-N: per prompt, means over the seeds that it has."""
 
     name: str
-    num_seeds: int
+    num_runs: int  # prompts x seeds
     scores: np.ndarray
     seconds: np.ndarray
     generated: np.ndarray
@@ -164,14 +164,16 @@ class Searched:
 
 
 def searched(base: BestOfN, name: str, configs: Sequence[str]) -> Searched:
-    """`configs` are the seeds of one way to search, those that every prompt has."""
+    """`configs` are the seeds of one way to search; a prompt has the first of them at the least."""
+    lines = [[p[c] for c in configs if c in p] for p in base.prompts]
 
     def mean(value_of: Any) -> np.ndarray:
-        return np.array([np.mean([value_of(p, p[c]) for c in configs]) for p in base.prompts])
+        pairs = zip(base.prompts, lines, strict=True)
+        return np.array([np.mean([value_of(p, line) for line in mine]) for p, mine in pairs])
 
     return Searched(
         name,
-        len(configs),
+        sum(map(len, lines)),
         mean(lambda prompt, line: base.score(prompt, line["best"]["score"])),
         mean(lambda _, line: seconds(line)),
         mean(lambda _, line: line["tokens_generated"]),

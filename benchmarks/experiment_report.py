@@ -1,7 +1,7 @@
 """The experiment's tables and pictures from its lines: Markdown ready for a README, OUT/report.md.
 
-Only prompts that have the pool and every alpha of the first seed count; further seeds count where
-they have all of these prompts. Best-of-N and Speculative Rejection stand side by side in the two
+Only prompts that have the pool and every alpha of the first seed count; a prompt with further seeds
+counts by their mean. Best-of-N and Speculative Rejection stand side by side in the two
 accounts of experiment_accounts.py. Needs neither a GPU nor models. The last line of stdout is JSON.
 Exit codes: 0 written; 1 no prompt is whole yet; 2 no archive.
 """
@@ -101,7 +101,8 @@ class Report:
         timing = [p for p in self.main if any(k.startswith("wave ") for k in p)]
         base = BestOfN(self.main, self.size, timing)
         methods = [
-            searched(base, f"{alpha:g}", self._seeds_of(alpha)) for alpha in self.size.alphas
+            searched(base, f"{alpha:g}", [rejection_name(alpha, seed) for seed in self.size.seeds])
+            for alpha in self.size.alphas
         ]
         found = [{account: gain(base, m, account) for account in ACCOUNTS} for m in methods]
         self.base, self.methods = base, methods
@@ -125,11 +126,6 @@ class Report:
             verdict(methods, found),
         ]
 
-    def _seeds_of(self, alpha: float) -> list[str]:
-        """The configurations of an alpha that all counted prompts have."""
-        names = [rejection_name(alpha, seed) for seed in self.size.seeds]
-        return [name for name in names if all(name in prompt for prompt in self.main)]
-
     def _remember(
         self, base: BestOfN, methods: Sequence[Searched], found: Sequence[dict[str, Gain | None]]
     ) -> None:
@@ -148,7 +144,7 @@ class Report:
         self.numbers["rejection"] = [
             {
                 "alpha": float(m.name),
-                "seeds": m.num_seeds,
+                "runs": m.num_runs,
                 "score": float(m.scores.mean()),
                 "interval": bootstrap(m.scores),
                 "tokens": float(m.tokens.mean()),
@@ -281,7 +277,7 @@ def method_rows(
         name = m.name if m.name.startswith("alpha") else f"alpha {m.name}"
         spent = f"{m.seconds.mean():.2f}"
         rows.append(
-            [name + (f", {m.num_seeds} seeds" if m.num_seeds > 1 else ""),
+            [name + (f", {m.num_runs} runs" if m.num_runs > len(m.scores) else ""),
              f"{m.scores.mean():.1f}", interval_text(m.scores), f"{m.start_rows:,.0f}",
              f"{m.completed:,.0f}", f"{m.generated.mean():,.0f}", f"{m.scored.mean():,.0f}",
              spent, spent]

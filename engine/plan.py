@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from engine.config import ModelConfig
 
 FIRST_STRETCH_TOKENS = 64  # answer tokens of the first round: fewer say little about an answer
-REWARD_PAGE_SIZE = 4  # small: an answer's last page is seldom full
+REWARD_PAGE_SIZE = 2  # small: an answer's last page is seldom full
 # Relative costs, from benchmarks/LOG.md: a decoded token to a read one of the same model; and a
 # GPU's step of no rows, in rows: weights are read all the same, small models are bound by launches.
 DECODE_TO_READ = 1.2

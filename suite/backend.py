@@ -20,7 +20,7 @@ from suite.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-PAGE_SIZE = {"cpu": 32, "cuda": 8}
+PAGE_SIZE = {"cpu": 32, "cuda": 4}
 READ_CHUNK_TOKENS = {"cpu": 2048, "cuda": 32768}
 MAX_ROWS_AT_ONCE = 4096  # in one decode step's forward pass; more rows go in slices
 STEPS_BETWEEN_LOOKS = {"cpu": 1, "cuda": 16}

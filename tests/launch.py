@@ -70,7 +70,7 @@ def records(folder: Path) -> dict[str, list[dict[str, Any]]]:
     for path in sorted(folder.glob("*_prompt_*.json")):
         objects = json.loads(path.read_text())
         for one in objects:
-            one["plan"].pop("recording_sec")
+            one.get("plan", {}).pop("recording_sec", None)
         found[path.name] = [{k: v for k, v in o.items() if k not in TIMES} for o in objects]
     return found
 

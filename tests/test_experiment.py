@@ -154,7 +154,7 @@ def test_every_configuration_is_there_once_and_in_the_tables(made):
     wanted |= {(idx, name) for idx in order[:2] for name in ON_TWO}
     assert set(lines_of(out)) == wanted
     assert sum(len(read(out / f"{f}.jsonl").splitlines()) for f in FILES) == len(wanted)
-    for row in ("Best-of-8", "Best-of-16", *(f"alpha {a}, 2 seeds" for a in ALPHAS),
+    for row in ("Best-of-8", "Best-of-16", *(f"alpha {a}, 6 runs" for a in ALPHAS),
                 "alpha 0.5, reward cache on", "alpha 0.5, reward cache off"):  # fmt: skip
         assert f"| {row} |" in printed
     assert printed.count("| alpha | score | paper's account") == 2, (
@@ -301,6 +301,15 @@ def test_two_accounts_by_hand():
     assert gain(base, method, "tokens").bound.value == pytest.approx(2.5)
     assert gain(base, method, "paper").bound.value == pytest.approx(2.0)
     assert gain(base, method, "tokens").interval == pytest.approx((2.5, 2.5))
+
+
+def test_a_prompt_counts_by_the_mean_of_the_seeds_that_it_has():
+    prompts = [made_up(idx, 3.0, 8) for idx in range(2)]
+    prompts[1]["again"] = made_up(1, 0.0, 20)["run"]
+    base = BestOfN(prompts, Size(pool=4, block=4, fit_rows=2), prompts)
+    found = searched(base, "0.5", ["run", "again"])
+    assert found.num_runs == 3
+    assert found.scores == pytest.approx([100, 50]) and found.tokens == pytest.approx([16, 28])
 
 
 def test_between_sizes_and_beyond_the_pool():

@@ -302,22 +302,22 @@ def test_a_workspace_that_does_not_fit_is_measured_smaller(
     """The warm-up passes that plan the memory of a GPU; the run itself has the same N."""
     changes: dict[str, Any] = {"batch_size": 24}
     expected, ops = run_search(tiny_models, **changes), SmallMemory(rows, tokens)
-    measured: list[int] = []
+    measured: list[workspace.Workspace] = []
 
     def measure(model: Any, judge: Any, ops: Any, sampler: Any, *given: Any) -> Any:
-        measured.append(workspace.measure_decode(model, ops, sampler, 32, 16))
-        measured.append(workspace.measure_read(model, ops, 2048))
+        sizes = {"rows": 32, "tokens": 2048, "page_size": 16}
+        measured.append(workspace.measure_workspace(model, model, ops, sampler, **sizes))
         return workspace.Workspace()
 
-    def peak(device: torch.device, work: Callable[[], Any]) -> int:
+    def peak(device: torch.device, work: Callable[[], Any]) -> workspace.Measured:
         work()
-        return 1
+        return 1, 0.5
 
-    monkeypatch.setattr(workspace, "_peak", peak)
+    monkeypatch.setattr(workspace, "_measure", peak)
     monkeypatch.setattr("suite.run_plan._workspace", measure)
     monkeypatch.setattr("suite.assembly.make_ops", lambda device, dtype: ops)
     made = run_search(tiny_models, **changes)
-    assert measured == [1, 1]
+    assert measured == [workspace.Workspace(1, 1, 0.5)]
     assert texts(made) == texts(expected)
 
 

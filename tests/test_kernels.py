@@ -339,7 +339,7 @@ def test_kernels_follow_the_device_scalars_inside_a_graph(suffix_splits):
     cache = make_cache(6, 2, 64, 64, 200, 150, torch.bfloat16)
     q = randn(6, 8, 64, dtype=torch.bfloat16, seed=9)
     length, prompt = scalar(1), scalar(1)
-    plan = attention.plan_attention(6, 8, 2, 64, 64, q.dtype, 157)
+    plan = attention.plan_attention(6, 8, 2, q.dtype, 157)
     plan = replace(plan, suffix_splits=suffix_splits)
     workspace = attention.make_workspace({6: plan}, 8, 64, q.dtype, DEVICE)
     out = torch.empty(6, 8 * 64, dtype=q.dtype, device=DEVICE)
