@@ -153,12 +153,8 @@ class Decoder:
         cache, rows = self.cache, np.asarray(rows, dtype=np.int64)
         want = int(cache.pages_of(cache.lengths[rows[:1]] + tokens).max(initial=0))
         growth = want - int(cache.pages_of(cache.lengths[rows[:1]]).max(initial=0))
-        low, high = 0, len(rows)
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = growth * middle <= cache.free_pages_keeping(rows[:middle])
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return low
+        wanted = growth * np.arange(1, len(rows) + 1)
+        return int((wanted <= cache.free_pages_keeping(rows)).sum())
 
     def room_for_forks(self, tokens: int) -> int:
         """How many forks the free pages hold when all rows, forks included, grow by `tokens`.

@@ -167,10 +167,14 @@ class PagedKV:
             self._release(self._table[stuck, columns])
             self.lengths[stuck] = columns * self.page_size
 
-    def free_pages_keeping(self, rows: np.ndarray) -> int:
-        """Pages that would be free if only these rows stayed."""
-        owned = self._owned(rows, self.pages_of(self.lengths[rows]))
-        return self.num_pages - len(np.unique(owned))
+    def free_pages_keeping(self, rows: np.ndarray) -> np.ndarray:
+        """`[len(rows)]`: pages that would be free if only the first 1, 2, ... of them stayed."""
+        counts = self.pages_of(self.lengths[rows])
+        pages, owners = self._owned(rows, counts), np.repeat(np.arange(len(rows)), counts)
+        first_owner = np.full(self.num_pages + 1, -1)
+        first_owner[pages[::-1]] = owners[::-1]  # of several entries for a page the last one stays
+        own = np.bincount(first_owner[first_owner >= 0], minlength=len(rows))
+        return self.num_pages - np.cumsum(own)
 
     def select(self, rows: Sequence[int]) -> None:
         """Make row i of the new batch the old row `rows[i]`: drops, reorders and forks at once.
@@ -224,7 +228,7 @@ class PagedKV:
             raise OutOfPages(f"{len(rows)} rows, room for {len(self._table)}")
         kept, counts = np.unique(rows, return_counts=True)
         copies = int((counts - 1)[self.lengths[kept] % self.page_size > 0].sum())
-        if copies > self._num_free and copies > self.free_pages_keeping(kept):
+        if copies > self._num_free and copies > self.free_pages_keeping(kept)[-1]:
             raise OutOfPages(f"{copies} pages wanted for forks, {self._num_free} free")
 
     def _fork(self, rows: np.ndarray) -> None:

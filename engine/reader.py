@@ -104,9 +104,11 @@ class Reader:
         )
         # Those without a row apart, then by length: a chunk's workspace is known before.
         pending = sorted(items, key=lambda item: (item.kept, item.num_new, item.order))
+        wanted = sum(map(self._cost, pending))
         while pending:
-            batch = self._read_next(pending, out, on_chunk)
+            batch = self._read_next(pending, wanted, out, on_chunk)
             pending = pending[len(batch) :]
+            wanted -= sum(map(self._cost, batch))
             self.tokens_read += sum(item.num_new for item in batch)
         return out
 
@@ -191,16 +193,16 @@ class Reader:
         return {item.key for item, ok in zip(items, fits, strict=True) if not ok}
 
     def _read_next(
-        self, pending: list[Item], out: torch.Tensor, on_chunk: OnChunk | None
+        self, pending: list[Item], wanted: int, out: torch.Tensor, on_chunk: OnChunk | None
     ) -> list[Item]:
-        """Read as many of the pending as a chunk holds; returns them."""
+        """Read as many of the pending, who cost `wanted`, as a chunk holds; returns them."""
         batch: list[Item] = []
 
         def forward() -> None:
             batch[:] = self._next_batch(pending)
             self._read_batch(batch, out, on_chunk)
 
-        self.chunk.retrying(forward, sum(map(self._cost, pending)))
+        self.chunk.retrying(forward, wanted)
         return batch
 
     def _cost(self, item: Item) -> int:

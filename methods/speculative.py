@@ -53,10 +53,6 @@ class _Cut:
     alpha: float
     note: dict[str, Any]
 
-    @property
-    def stay(self) -> set[int]:
-        return {*self.unfinished, *self.finished}
-
 
 @dataclass(slots=True)
 class _Run:
@@ -119,10 +115,11 @@ class _Run:
         everyone = {c.index: c for c in (*live, *self.pool)}
         values = {i: session.value(c) for i, c in everyone.items()}
         cut = self._cut(live, values)
-        cutoff = values[ranked({i: values[i] for i in cut.stay})[-1]]
-        session.log_round(live, decoder.length, cutoff, len(cut.stay), **cut.note)
+        stay = {*cut.unfinished, *cut.finished}
+        cutoff = values[ranked({i: values[i] for i in stay})[-1]]
+        session.log_round(live, decoder.length, cutoff, len(stay), **cut.note)
         for candidate in everyone.values():
-            if candidate.index not in cut.stay:
+            if candidate.index not in stay:
                 session.reject(candidate)
         self.pool = [everyone[i] for i in cut.finished]
         self.alpha = cut.alpha

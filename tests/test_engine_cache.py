@@ -124,8 +124,12 @@ class CacheMachine(RuleBasedStateMachine):
         chosen = data.draw(st.lists(st.integers(0, len(self.rows) - 1), max_size=ROWS))
         forks = [row for row, times in Counter(chosen).items() for _ in range(times - 1)]
         copies = sum(len(self.rows[row]) % PAGE > 0 for row in forks)
-        kept = self.cache.free_pages_keeping(np.unique(np.asarray(chosen, dtype=np.int64)))
-        if copies > kept:
+        kept = np.unique(np.asarray(chosen, dtype=np.int64))
+        free = [PAGES, *self.cache.free_pages_keeping(kept)]
+        for count, number in enumerate(free):
+            owned = [self.cache._table[r, : -(-len(self.rows[r]) // PAGE)] for r in kept[:count]]
+            assert number == PAGES - len(set(np.concatenate(owned or [[]]).tolist()))
+        if copies > free[-1]:
             with pytest.raises(OutOfPages):
                 self.cache.select(chosen)
             return
