@@ -109,6 +109,13 @@ class Session:
             if candidates and (self.head or self.settings.log_hidden):
                 self._look_inside(candidates)
 
+    def score_round(self, live: Sequence[Candidate], ended: Sequence[Candidate]) -> None:
+        """Score both; what has ended is read first, and its room is the others' from then on."""
+        if ended:
+            self.score(ended)
+            self.parts.reward.keep_only([c.index for c in live])
+        self.score(live)
+
     def _look_inside(self, candidates: Sequence[Candidate]) -> None:
         """Log the reward model's hidden states, and let the value head read those unfinished."""
         hidden = compact(self.parts.reward.last_hidden_states())

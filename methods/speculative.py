@@ -111,7 +111,7 @@ class _Run:
         """Score, keep the best, refill. A finished candidate's score is final."""
         session, decoder = self.session, self.session.parts.decoder
         live = session.live()
-        session.score([*live, *(c for c in self.pool if c.score is None)])
+        session.score_round(live, [c for c in self.pool if c.score is None])
         everyone = {c.index: c for c in (*live, *self.pool)}
         values = {i: session.value(c) for i, c in everyone.items()}
         cut = self._cut(live, values)

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from engine.candidates import Candidate, End
 from engine.rejection import keep_best
 from generator import stream_key
+from rewards.model_reward import ModelReward
 from suite.chat import generator_chat
 from tests.harness import hash_reward
 from tests.method_runs import (
@@ -300,6 +302,33 @@ def test_tokens_read_are_exact(tiny_models, best_of_64, cache: str) -> None:
         cut = {r["candidate"] for r in made["rejected"] if r["round"] == place}
         alive = set(entry["candidates"]) - cut
     assert len(made["rounds"]) > 2
+
+
+def test_answers_that_have_ended_make_room_before_the_others_are_read(
+    tiny_models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their part of the reward model's cache is free for those that go on."""
+    calls: list[tuple[str, list[int]]] = []
+
+    def score(self: ModelReward, candidates: list[Candidate]) -> list[float]:
+        kinds = {c.end is End.RUNNING for c in candidates}
+        assert len(kinds) <= 1, "one or the other"
+        calls.append(("live" if True in kinds else "ended", [c.index for c in candidates]))
+        return whole_score(self, candidates)
+
+    def keep_only(self: ModelReward, indices: list[int]) -> None:
+        calls.append(("keep", list(indices)))
+        whole_keep(self, indices)
+
+    whole_score, whole_keep = ModelReward.score, ModelReward.keep_only
+    monkeypatch.setattr(ModelReward, "score", score)
+    monkeypatch.setattr(ModelReward, "keep_only", keep_only)
+    run_search(tiny_models, init_batch_size=40, kv_pages=80, alpha=0.1, reward_cache="on")
+    rounds = [i for i, (kind, _) in enumerate(calls) if kind == "live"]
+    assert len(rounds) == 2
+    for i in rounds:
+        assert [kind for kind, _ in calls[i - 2 : i]] == ["ended", "keep"]
+        assert calls[i - 1][1] == calls[i][1] and not {*calls[i - 2][1]} & {*calls[i][1]}
 
 
 def test_the_reward_cache_changes_no_result(tiny_models, cut_from_64) -> None:
