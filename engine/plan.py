@@ -182,10 +182,10 @@ def _generator_share(
     stretch = first_stretch(page_size, 1 << 60) - 1
     read = pages_for(stretch + 2, REWARD_PAGE_SIZE) * REWARD_PAGE_SIZE
     own, other = stretch * generator.token_bytes, read * reward.token_bytes
-    rows = min(budget_bytes / (own + other), max(1, chunk_tokens) / stretch)
     end_pages = pages_for(reward.end_tokens + 1, REWARD_PAGE_SIZE) if reward.end_tokens else 0
-    ends = rows * end_pages * REWARD_PAGE_SIZE * reward.token_bytes
-    return own / (own + other) * (1 - ends / max(1, budget_bytes))
+    end, budget = end_pages * REWARD_PAGE_SIZE * reward.token_bytes, max(1, budget_bytes)
+    rows = min(budget / (own + other + end), max(1, chunk_tokens) / stretch)
+    return own / (own + other) * (1 - rows * end / budget)
 
 
 def _choose(

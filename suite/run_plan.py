@@ -158,7 +158,8 @@ def _most_rows(settings: Settings, generator: Side) -> int:
     """Rows that a step can have at the most, padding included: what the workspace is for."""
     rows = _max_rows(settings) or MAX_ROWS_AT_ONCE
     if settings.kv_cache_gb is not None:
-        first_bytes = FIRST_STRETCH_TOKENS * generator.token_bytes  # of a row at the start
+        first = max(1, min(FIRST_STRETCH_TOKENS, settings.max_gen_tokens - 1))
+        first_bytes = first * generator.token_bytes  # of a row at the start
         rows = min(rows, int(settings.kv_cache_gb * 1e9 / first_bytes))
     return padded(max(1, rows))
 

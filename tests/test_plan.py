@@ -151,6 +151,17 @@ def test_best_of_n_and_alpha_0_keep_no_reward_cache(max_rows, alpha) -> None:
     assert not plan.keep_reward_cache and "read once" in plan.why
 
 
+@pytest.mark.parametrize("end_tokens", [0, 5, 127, 130, 1000])
+@pytest.mark.parametrize("reward_cache", ["on", "auto"])
+def test_turns_with_long_ends_leave_room_for_answers(end_tokens: int, reward_cache: str) -> None:
+    request = dict(page_size=4, max_answer_tokens=128, alpha=0.5, chunk_tokens=32768)
+    reward = replace(LLAMA_8B, end_tokens=end_tokens)
+    plan = make_plan(10**9, LLAMA_8B, reward, reward_cache=reward_cache, **request)
+    assert plan.rows_for(65) >= 5
+    with pytest.raises(DoesNotFit, match=r"-1\.000 GB and 1\.0[1-9]\d GB more"):
+        make_plan(-(10**9), LLAMA_8B, LLAMA_8B, **request)
+
+
 def test_the_first_stretch_fills_both_caches_together() -> None:
     request = dict(page_size=8, max_answer_tokens=2048, alpha=0.5, chunk_tokens=6400)
     plan = make_plan(10**10, LLAMA_8B, replace(LLAMA_8B, end_tokens=5), **request)
