@@ -36,7 +36,7 @@ ON_TWO = NAMES[5:]  # configurations of the first two prompts alone
 
 @pytest.fixture(scope="module")
 def command(tiny_models, tmp_path_factory):
-    """Memory of 8 rows of 200 tokens, 56 pages; 26 of them the generator's, for 13 rows."""
+    """Memory of 8 rows of 200 tokens, 56 pages; 27 of them the generator's, for 13 rows."""
     path = tmp_path_factory.mktemp("prompts") / "three.json"
     path.write_text(json.dumps([{"JSON_idx": i, "prompt": t} for i, t in enumerate(TEXTS)]))
     return [
@@ -120,7 +120,7 @@ def test_speculative_rejection_is_what_main_runs(command, made, tmp_path):
     memory = sessions[0]["memory"]["shared"]
     # 2 layers x 2 heads x 8 x (keys, values) x 4 bytes; 7 pages of 32 tokens for each of 8 rows.
     assert sessions[0]["just_fit_bytes"] == 2 * 2 * 8 * 2 * 4 * 7 * 32 * 8
-    assert (memory["pages"], memory["keeps_reward_cache"]) == (26, True)
+    assert (memory["pages"], memory["keeps_reward_cache"]) == (27, True)
     assert sessions[0]["memory"]["other"]["rows_at_full_length"] == 8
     flags = ["--speculative_rejection", "--alpha", "0.5", "--seed", "1", "--reward_cache", "on"]
     runs = real_run(command, tmp_path, *flags, "--kv_cache_gb", str(memory["kv_cache_gb"]))
