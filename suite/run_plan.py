@@ -27,7 +27,7 @@ from engine.plan import (
 from engine.schedule import Schedule
 from engine.stepper import Sampler, num_buckets, padded
 from engine.workspace import Workspace, measure_workspace
-from suite.backend import MAX_ROWS_AT_ONCE, PAGE_SIZE, READ_CHUNK_TOKENS
+from suite.backend import MAX_ROWS_AT_ONCE, PAGE_SIZE, READ_CHUNK_TOKENS, is_fast
 from suite.reward_side import Reading
 from suite.settings import Settings
 
@@ -77,7 +77,7 @@ def plan_memory(
         plan,
         weight_bytes=weights,
         workspace_bytes=max(space.decode_bytes, space.read_bytes),
-        **_recording(plan.max_rows, space),
+        **(_recording(plan.max_rows, space) if is_fast(device, model.dtype) else {}),
         predicted_peak_bytes=weights
         + plan.generator_kv_bytes
         + plan.reward_kv_bytes
@@ -105,8 +105,6 @@ def _recording(max_rows: int, space: Workspace) -> dict[str, Any]:
 
     The memory of recording is the step's workspace, which `_budget_bytes` counts twice.
     """
-    if not space.decode_bytes:
-        return {}
     steps = num_buckets(padded(max_rows))
     return {"recorded_steps": steps, "recording_sec": steps * 2 * space.launch_sec}
 

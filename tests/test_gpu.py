@@ -26,6 +26,7 @@ from engine.sampler import SamplingParams
 from engine.stepper import EagerStepper, TorchSampler, padded
 from engine.weights import load_model
 from suite import arguments, assembly
+from suite.backend import PAGE_SIZE
 from suite.chat import generator_chat
 from suite.models import resolve
 from suite.settings import PROJECT
@@ -40,7 +41,9 @@ CUDA = torch.device("cuda")
 BF16 = torch.bfloat16
 
 
-def make_cache(model, rows: int, tokens: int, prompt: int, page_size: int = 64) -> PagedKV:
+def make_cache(
+    model, rows: int, tokens: int, prompt: int, page_size: int = PAGE_SIZE["cuda"]
+) -> PagedKV:
     return PagedKV(
         model.config,
         num_pages=rows * -(-tokens // page_size),

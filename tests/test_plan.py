@@ -22,7 +22,9 @@ from engine.plan import (
     make_plan,
     pages_for,
 )
-from suite.run_plan import planned_rounds, read_chunk_tokens
+from engine.stepper import bucket, num_buckets
+from engine.workspace import Workspace
+from suite.run_plan import _recording, planned_rounds, read_chunk_tokens
 from suite.settings import Settings
 
 
@@ -160,6 +162,14 @@ def test_turns_with_long_ends_leave_room_for_answers(end_tokens: int, reward_cac
     assert plan.rows_for(65) >= 5
     with pytest.raises(DoesNotFit, match=r"-1\.000 GB and 1\.0[1-9]\d GB more"):
         make_plan(-(10**9), LLAMA_8B, LLAMA_8B, **request)
+
+
+def test_every_number_of_rows_has_a_recorded_step_near_it() -> None:
+    """Eights up to 64; then an eighth apart at the most: 72, 80, ... 128, 144, ... 256."""
+    assert [num_buckets(rows) for rows in (1, 8, 9, 64, 128, 256)] == [1, 1, 2, 8, 16, 24]
+    assert all(rows <= bucket(rows) <= max(8, rows * 1.125) + 8 for rows in range(1, 5000))
+    space = Workspace(decode_bytes=1, launch_sec=0.25)
+    assert _recording(61, space) == {"recorded_steps": 8, "recording_sec": 4.0}
 
 
 def test_the_first_stretch_fills_both_caches_together() -> None:
