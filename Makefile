@@ -20,7 +20,7 @@ demo: $(VENV)/run.stamp  ## both methods on prompts/demo.json, and a table
 	$(BIN)/python -m suite.demo
 
 test: lint $(VENV)/dev.stamp  ## lint, format check, the tests, a coverage report (under 15 minutes on 2 cores)
-	$(BIN)/python -m pytest -m "not long" --cov --cov-report=term
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long" --cov --cov-report=term
 
 test-long: $(VENV)/dev.stamp  ## the long kill, fuzz and load tests
 	$(BIN)/python -m pytest -m long

@@ -100,7 +100,7 @@ class Generator:
 
     def _truncated(self, prompt: Prompt) -> dict[str, Any]:
         """Candidates whose answer the reward model could not read to its end, where there are."""
-        found = sorted(getattr(self.parts.reward, "truncated", ()))
+        found = sorted(self.parts.reward.truncated)
         if not found:
             return {}
         text = (

@@ -7,6 +7,7 @@ the candidates. Scores never depend on the candidates scored beside it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import Protocol
 
 from engine.candidates import Candidate
@@ -21,6 +22,7 @@ class Reward(Protocol):
 
     tokens_read: int  # by the model since `reset_counter`; 0 where nothing is known
     num_params: int  # of the reward model; 0 where there is none
+    truncated: AbstractSet[int]  # candidates of the prompt whose answer was not read to its end
 
     def reset_counter(self) -> None:
         """Count the tokens read from zero."""

@@ -54,6 +54,7 @@ class FunctionReward:
     tokens_read = 0
     num_params = 0
     kv_bytes = 0
+    truncated: frozenset[int] = frozenset()
 
     def __init__(
         self, name: str, function: Callable, decode: Decode, timeout_sec: float | None

@@ -148,6 +148,8 @@ class ModelReward:
 class SelfReward:
     """The generator's own perplexity: -exp(mean negative log-likelihood of prompt and answer)."""
 
+    truncated: frozenset[int] = frozenset()  # it reads as far as it writes
+
     def __init__(self, reader: Reader, prompt_ids: Callable[[str], list[int]]) -> None:
         self.likelihood = LikelihoodReader(reader)
         self.num_params = reader.model.config.num_params

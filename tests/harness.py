@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ from engine.reader import Reader
 from engine.sampler import SamplingParams
 from engine.stepper import TorchSampler, padded
 from engine.weights import load_model
+from rewards.loading import load_reward_model
+from rewards.model_reward import ModelReward
+from suite.models import resolve
 
 CPU = torch.device("cpu")
 KEY = 0x0123456789ABCDEF
@@ -117,3 +121,8 @@ def nan_reward(prompt: str, answers: list[str]) -> list[float]:
 
 def empty_reward(prompt: str, answers: list[str]) -> list[float]:
     return []
+
+
+def build_reward(folder: Path, decode: Any = None, **options: Any) -> ModelReward:
+    made = load_reward_model(resolve(str(folder), role="reward"), torch.float32, CPU)
+    return ModelReward(new_reader(made.backbone, **options), made.head, made.chat, decode)

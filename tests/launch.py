@@ -15,6 +15,7 @@ from typing import Any
 from suite.settings import PROJECT
 
 PLAIN = ["--mixed_precision", "no", "--dynamo_backend", "no"]
+SCRIPTED = "tests/scripted.py"
 TIMES = ("elapsed_sec", "clock", "capture_sec", "peak_memory_bytes", "output_folder", "device")
 
 
@@ -96,3 +97,7 @@ def kill(pids: list[int], number: int = signal.SIGKILL) -> None:
             os.kill(pid, number)
         except ProcessLookupError:
             continue
+
+
+def direct(*flags: str) -> list[str]:
+    return [sys.executable, SCRIPTED, *flags]

@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import json
-import os
-import random
-import re
-import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,47 +12,9 @@ import pytest
 
 import main
 from suite.settings import Settings, settings_for_record
-from tests.launch import begin, environment, kill, launcher, records, run, wait_for, workers
+from tests.launch import environment, records, run
 from tests.tiny import make_tiny_llama
-
-MODELS = ["--llm_name", "tiny-llama", "--reward_model_name", "tiny-reward"]
-SHORT = ["--max_gen_tokens", "24", "--batch_size", "3", "--num_prompts", "3", "--seed", "5"]
-# Twelve rows of two pages (64 tokens) fill the budget of 24 pages; a third page needs a cut.
-REJECTING = [
-    *("--speculative_rejection", "--alpha", "0.5", "--init_batch_size", "12"),
-    *("--max_gen_tokens", "120", "--kv_cache_gb", "0.0002", "--reward_cache", "off"),
-    *("--num_prompts", "3", "--seed", "5"),
-]
-
-
-# Long enough that a kill lands between two files: some 0.2 s a prompt.
-KILLED = {
-    "bon": [*SHORT, "--max_gen_tokens", "100", "--batch_size", "8", "--num_prompts", "8"],
-    "spr": [*REJECTING, "--num_prompts", "8"],
-}
-
-
-@pytest.fixture
-def cli(
-    tiny_models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str]]:
-    """Runs `main.main` in this process, into `tmp_path/out`; gives exit code and stderr."""
-
-    def call(*flags: str) -> tuple[int, str]:
-        given = [*MODELS, "--model_dir", str(tiny_models), "--output_folder", str(tmp_path / "out")]
-        try:
-            code = main.main([*given, *flags])
-        except SystemExit as e:
-            code = e.code
-        return code, capsys.readouterr().err
-
-    return call
-
-
-def prompt_file(tmp_path: Path, *texts: str) -> list[str]:
-    path = tmp_path / "p.json"
-    path.write_text(json.dumps([{"JSON_idx": i, "prompt": t} for i, t in enumerate(texts)]))
-    return ["--data_filename", str(path)]
+from tests.tiny_runs import REJECTING, SHORT, prompt_file, real
 
 
 def texts_of(found: dict[str, list[dict[str, Any]]]) -> list[str]:
@@ -145,25 +98,12 @@ def test_survivors_of_alpha_0_are_best_of_n(cli: Any, tmp_path: Path) -> None:
         assert spr[name][0]["trajectories"] == bon[name][0]["trajectories"]
 
 
-@pytest.fixture(scope="module")
-def two_processes(tiny_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Uninterrupted runs with two processes: folders `short`, and `bon` and `spr` of 8 prompts."""
-    folder = tmp_path_factory.mktemp("two")
-    for name, flags in {"short": SHORT, **KILLED}.items():
-        done = run(real(2, tiny_models, folder / name, *flags))
-        assert done.returncode == 0, done.stderr
-    return folder
-
-
-def real(num_processes: int, models: Path, out: Path, *flags: str) -> list[str]:
-    where = ["--model_dir", str(models), "--output_folder", str(out)]
-    return [*launcher(num_processes), "main.py", *MODELS, *where, *flags]
-
-
-def test_two_processes_share_no_candidate(two_processes: Path, cli: Any, tmp_path: Path) -> None:
+def test_two_processes_share_no_candidate(cli: Any, tiny_models: Path, tmp_path: Path) -> None:
     assert cli(*SHORT)[0] == 0
     alone = records(tmp_path / "out")
-    together = records(two_processes / "short")
+    done = run(real(2, tiny_models, tmp_path / "two", *SHORT))
+    assert done.returncode == 0, done.stderr
+    together = records(tmp_path / "two")
     assert alone.keys() == together.keys()
     for name, objects in together.items():
         assert [(o["process_rank"], o["process_seed"]) for o in objects] == [(0, 5), (1, 6)]
@@ -331,174 +271,6 @@ def test_a_reward_that_misbehaves_fails_its_prompt_only(
     assert cli(*flags)[0] == 0  # the rerun tries it again
     assert len(records(tmp_path / "out")) == 3
     assert not (tmp_path / "out" / "failures.jsonl").exists()
-
-
-# ---- kill and resume -----------------------------------------------------------------------------
-
-WAYS = ("one", "all", "term", "interrupt")
-
-
-def test_killed_runs_resume_to_the_same_folder(
-    two_processes: Path, tiny_models: Path, tmp_path: Path
-) -> None:
-    _kill_and_resume(two_processes, tiny_models, tmp_path, 4, seed=0)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_25_killed_runs_resume_to_the_same_folder(
-    two_processes: Path, tiny_models: Path, tmp_path: Path
-) -> None:
-    _kill_and_resume(two_processes, tiny_models, tmp_path, 25, seed=1)
-
-
-def _kill_and_resume(
-    uninterrupted: Path, models: Path, tmp_path: Path, number: int, seed: int
-) -> None:
-    """Each kill hits a run somewhere between its start and its end; then a run goes to the end."""
-    draw = random.Random(seed)
-    for attempt in range(number):
-        method = ("bon", "spr")[attempt // len(WAYS) % 2 if number > len(WAYS) else attempt % 2]
-        out = tmp_path / f"{method}{attempt}"
-        line = real(2, models, out, *KILLED[method])
-        way = WAYS[attempt % len(WAYS)]
-        _start_and_kill(line, out, way, draw)
-        left = _check_whole(out)
-        done = run(line)
-        assert done.returncode == 0, (way, done.stderr)
-        assert records(out) == records(uninterrupted / method), way
-        for path, time_ns in left.items():
-            assert path.stat().st_mtime_ns == time_ns, f"{path.name} was computed twice ({way})"
-        assert not list(out.glob(".*.tmp")) and not (out / "failures.jsonl").exists()
-
-
-def _start_and_kill(line: list[str], out: Path, way: str, draw: random.Random) -> None:
-    with begin(line) as process:
-        wait_for(lambda: len(workers(out)) == 2 or process.poll() is not None, what="two workers")
-        files = draw.randrange(8)  # with 0: while starting; otherwise about when that one appears
-        wait_for(partial(_has_files, process, out, files), what=f"{files} files")
-        time.sleep(draw.uniform(0, 0.3 if files else 4))
-        pids = workers(out)
-        start = time.monotonic()
-        if way == "one" and pids:
-            kill([draw.choice(pids)])
-        elif way == "all":
-            os.killpg(process.pid, signal.SIGKILL)
-            kill(pids)
-        elif way == "term":
-            process.terminate()
-        elif way == "interrupt":
-            process.send_signal(signal.SIGINT)
-        limit = 60 if way == "one" else 10
-        wait_for(lambda: not workers(out), limit, f"the end after {way}")
-        process.communicate(timeout=60)
-        assert time.monotonic() - start < 60
-
-
-def _has_files(process: subprocess.Popen[str], out: Path, number: int) -> bool:
-    return len(records(out)) >= number or process.poll() is not None
-
-
-def _check_whole(out: Path) -> dict[Path, int]:
-    """Every file that is there parses; gives their times."""
-    found = {}
-    for path in out.glob("*_prompt_*.json"):
-        assert json.loads(path.read_text())
-        found[path] = path.stat().st_mtime_ns
-    return found
-
-
-# ---- load --------------------------------------------------------------------------------------
-
-
-def test_memory_time_and_handles_stay_flat(tiny_models: Path, tmp_path: Path) -> None:
-    _run_many(tiny_models, tmp_path, 300)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_two_thousand_prompts_stay_flat(tiny_models: Path, tmp_path: Path) -> None:
-    _run_many(tiny_models, tmp_path, 2000)
-
-
-def _run_many(models: Path, tmp_path: Path, number: int) -> None:
-    """8 candidates a prompt: memory within 5 % after a third, no handle more, no slower prompt."""
-    flags = prompt_file(tmp_path, *(f"prompt number {i} of many" for i in range(number)))
-    out = tmp_path / "out"
-    where = ["--model_dir", str(models), "--output_folder", str(out)]
-    size = ["--batch_size", "8", "--max_gen_tokens", "16"]
-    line = [sys.executable, "main.py", *MODELS, *where, *flags, *size]
-    samples = []
-    with begin(line) as process:
-        drain = threading.Thread(target=process.communicate, daemon=True)
-        drain.start()
-        while process.poll() is None:
-            samples.append((len(list(out.glob("*.json"))), *_memory_and_handles(process.pid)))
-            time.sleep(0.1)
-        drain.join(30)
-    assert process.returncode == 0
-    later = [s for s in samples if number / 3 <= s[0] < number and s[1] and s[2]]
-    assert len(later) >= 5, f"{len(samples)} samples are too few to see a leak"
-    memory = [s[1] for s in later]
-    assert max(memory) <= 1.05 * memory[0], f"memory grows: {memory[0]} to {max(memory)} kB"
-    handles = [s[2] for s in later]
-    assert max(handles) <= min(handles) + 3, f"handles grow: {handles}"
-    seconds = [objects[0]["elapsed_sec"] for objects in _with_times(out)]
-    early, late = sorted(seconds[number // 3 : 2 * number // 3]), sorted(seconds[-number // 3 :])
-    assert late[len(late) // 2] < 1.5 * early[len(early) // 2]
-
-
-def _memory_and_handles(pid: int) -> tuple[int, int]:
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-        resident = re.search(r"VmRSS:\s+([0-9]+) kB", status)
-        return (int(resident[1]) if resident else 0), len(os.listdir(f"/proc/{pid}/fd"))
-    except OSError:
-        return 0, 0
-
-
-def _with_times(out: Path) -> list[list[dict[str, Any]]]:
-    return [json.loads(path.read_text()) for path in sorted(out.glob("*_prompt_*.json"))]
-
-
-# ---- nothing runs code from a model --------------------------------------------------------------
-
-
-ROOT = Path(main.__file__).parent
-
-
-def _sources() -> list[Path]:
-    """The project's own Python files without the tests; what is hidden is not entered."""
-    tops = [p for p in ROOT.iterdir() if p.name != "tests" and not p.name.startswith(".")]
-    return [*ROOT.glob("*.py"), *(file for top in tops for file in top.rglob("*.py"))]
-
-
-def test_no_pickle_and_no_remote_code_in_the_project() -> None:
-    words = ("pickle.load", "torch.load(", "weights_only=False", "eval(", "exec(")
-    words += ("import pickle", "from pickle", "allow_pickle", "import marshal", "import shelve")
-    words += ("import joblib", "torch.jit.load", "os.system(", "shell=True")
-    for path in _sources():
-        # Said as False it is fine: left out, a tokenizer with code of its own would ask.
-        content = path.read_text().replace("trust_remote_code=False", "")
-        assert "trust_remote_code" not in content, path
-        assert not [w for w in words if re.search(rf"(?<![\w.]){re.escape(w)}", content)], path
-
-
-def test_every_load_by_transformers_names_what_it_refuses() -> None:
-    """Left out, code of the folder would be offered, and a pickle be opened."""
-    seen = set()
-    for path in _sources():
-        for node in ast.walk(ast.parse(path.read_text())):
-            called = node.func if isinstance(node, ast.Call) else None
-            if not isinstance(called, ast.Attribute) or called.attr != "from_pretrained":
-                continue
-            owner = ast.unparse(called.value).rpartition(".")[2]
-            said = {k.arg: ast.unparse(k.value) for k in node.keywords}
-            assert said.get("trust_remote_code") == "False", f"{path}:{node.lineno}"
-            if "Tokenizer" not in owner and "Config" not in owner:
-                assert said.get("use_safetensors") == "True", f"{path}:{node.lineno}"
-            seen.add(path.relative_to(ROOT).parts[0])
-    assert seen >= {"suite", "benchmarks"}
 
 
 def test_importing_main_does_nothing() -> None:

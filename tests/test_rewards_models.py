@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,13 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.candidates import Candidate, End
-from engine.config import UnsupportedModel
-from engine.weights import BadWeights
-from rewards.loading import load_reward_model
 from rewards.model_reward import ModelReward, SelfReward
 from suite.chat import generator_chat
-from suite.models import resolve
-from tests.harness import CPU, load, new_reader, reference
+from tests.harness import build_reward, load, new_reader, reference
 from tests.reward_models import (
     armo_score,
     classifier_scores,
@@ -69,11 +63,6 @@ def generator(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return generator_chat(make_tiny_llama(tmp_path_factory.mktemp("generator")), "tiny")
 
 
-def build(folder: Path, decode: Any = None, **options: Any) -> ModelReward:
-    made = load_reward_model(resolve(str(folder), role="reward"), torch.float32, CPU)
-    return ModelReward(new_reader(made.backbone, **options), made.head, made.chat, decode)
-
-
 def candidate(index: int, ids: list[int], end: End = End.RUNNING) -> Candidate:
     return Candidate(index, np.asarray(ids, dtype=np.int32), end)
 
@@ -98,7 +87,7 @@ def from_scratch(reward: ModelReward, folder: Path, score: Score, texts: list[st
 def test_scores_equal_those_of_the_published_models(kind, generator, keep: bool) -> None:
     """CASES 3, 4: among them an empty answer and one with leading newlines."""
     folder, score = kind
-    reward = build(folder, generator.decode, keep=keep)
+    reward = build_reward(folder, generator.decode, keep=keep)
     reward.begin(PROMPT)
     got = reward.score(candidates(generator, ANSWERS))
     expected = from_scratch(reward, folder, score, ANSWERS)
@@ -109,7 +98,7 @@ def test_scores_equal_those_of_the_published_models(kind, generator, keep: bool)
 def test_every_conversation_has_one_bos_where_the_format_has_one(kind) -> None:
     """CASES 5."""
     folder, _ = kind
-    chat = build(folder).chat
+    chat = build_reward(folder).chat
     for ids in chat.conversation_ids(PROMPT, ANSWERS):
         bos = chat.tokenizer.bos_token_id
         if chat.tokenizer.chat_template and "bos_token" not in chat.tokenizer.chat_template:
@@ -123,7 +112,7 @@ def test_every_conversation_has_one_bos_where_the_format_has_one(kind) -> None:
 def test_padding_has_no_effect(tmp_path: Path, generator, arch: str, side: str) -> None:
     """CASES 1: transformers' padded batch on either side, against our packed reading."""
     folder = make_tiny_reward(tmp_path, arch=arch)
-    reward = build(folder)
+    reward = build_reward(folder)
     reward.begin(PROMPT)
     mine = candidates(generator, ANSWERS)
     sequences = [ids.tolist() for ids in reward._ids(mine)]
@@ -141,7 +130,7 @@ def test_chunks_of_1_7_and_64_have_one_winner(tmp_path: Path, generator, decode:
     results = []
     for chunk in (1, 7, 64, 4096):
         for order in (mine, mine[::-1]):
-            reward = build(folder, generator.decode if decode else None, chunk_tokens=chunk)
+            reward = build_reward(folder, generator.decode if decode else None, chunk_tokens=chunk)
             reward.begin(PROMPT)
             scores = dict(zip([c.index for c in order], reward.score(order), strict=True))
             results.append([scores[i] for i in range(64)])
@@ -155,7 +144,7 @@ def test_five_rounds_equal_scoring_from_scratch(tmp_path: Path, generator, merge
     folder = make_tiny_reward(tmp_path, vocab=320)
     if merges:
         merge_tokens(folder, ["abc", "ok", ":Ġ", "caok", "Ċa", "bb"])
-    reward = build(folder, generator.decode if merges else None)
+    reward = build_reward(folder, generator.decode if merges else None)
     reward.begin(PROMPT)
     rng = np.random.default_rng(5)
     texts = {i: "" for i in range(10)}
@@ -183,7 +172,7 @@ def test_ids_and_text_give_the_same_scores(tmp_path: Path, generator) -> None:
     folder = make_tiny_reward(tmp_path)
     scores = []
     for decode in (None, generator.decode):
-        reward = build(folder, decode)
+        reward = build_reward(folder, decode)
         reward.begin(PROMPT)
         scores.append(reward.score(candidates(generator, ANSWERS)))
     assert scores[0] == pytest.approx(scores[1], abs=TOLERANCE)
@@ -199,7 +188,7 @@ def test_parts_of_texts_give_the_scores_of_the_whole(
     results = []
     for size in (256, 5, 1):
         monkeypatch.setattr("rewards.model_reward.TEXTS_AT_ONCE", size)
-        reward = build(folder, generator.decode, keep=keep)
+        reward = build_reward(folder, generator.decode, keep=keep)
         reward.begin(PROMPT)
         first, second = reward.score(mine), reward.score(mine)
         assert first == pytest.approx(second, abs=TOLERANCE)
@@ -211,7 +200,7 @@ def test_parts_of_texts_give_the_scores_of_the_whole(
     assert results[0][0] == pytest.approx(results[1][0], abs=TOLERANCE)
     assert results[0][0] == pytest.approx(results[2][0], abs=TOLERANCE)
     assert len({read for _, read in results}) == 1
-    by_ids = build(folder, keep=keep)
+    by_ids = build_reward(folder, keep=keep)
     by_ids.begin(PROMPT)
     assert by_ids.score(mine) == pytest.approx(results[0][0], abs=TOLERANCE)
     assert by_ids.text_sec == by_ids.text_wait_sec == 0
@@ -221,7 +210,7 @@ def test_a_text_that_fails_in_the_thread_fails_the_call(tmp_path: Path, generato
     def decode(answers: Any) -> list[str]:
         return ["\ud800" for _ in answers]
 
-    reward = build(make_tiny_reward(tmp_path), decode)
+    reward = build_reward(make_tiny_reward(tmp_path), decode)
     reward.begin(PROMPT)
     with pytest.raises(ValueError, match="can't encode"):
         reward.score(candidates(generator, ANSWERS))
@@ -233,7 +222,7 @@ def test_control_tokens_as_text_move_no_header(tmp_path: Path, decode: bool) -> 
     folder = make_armo(tmp_path)
     typed = "x<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\ny"
     chat = generator_chat(folder, "armo's own tokenizer")
-    reward = build(folder, chat.decode if decode else None)
+    reward = build_reward(folder, chat.decode if decode else None)
     header = chat.tokenizer.convert_tokens_to_ids(["<|eot_id|>", "<|start_header_id|>"])
     for prompt, answer in ((typed, "fine"), ("fine", typed), (typed, typed)):
         reward.begin(prompt)
@@ -246,7 +235,7 @@ def test_control_tokens_as_text_move_no_header(tmp_path: Path, decode: bool) -> 
 
 
 def test_the_gating_is_of_the_prompt_alone(tmp_path: Path, generator) -> None:
-    reward = build(make_armo(tmp_path), generator.decode)
+    reward = build_reward(make_armo(tmp_path), generator.decode)
     gates = []
     for prompt in (PROMPT, "Another question?", PROMPT):
         reward.begin(prompt)
@@ -275,7 +264,7 @@ def test_an_over_long_answer_is_cut_and_its_end_kept(tmp_path: Path, decode: boo
     """CASES 4: never the header, never what closes the turn."""
     folder = make_tiny_reward(tmp_path, max_position_embeddings=96)
     chat = generator_chat(folder, "x")
-    reward = build(folder, chat.decode if decode else None)
+    reward = build_reward(folder, chat.decode if decode else None)
     reward.begin("short")
     text = "abcdefg " * 20
     got = reward.score(candidates(chat, ["ok", "no", text]))
@@ -291,7 +280,7 @@ def test_an_over_long_answer_is_cut_and_its_end_kept(tmp_path: Path, decode: boo
 
 def test_a_prompt_too_long_for_the_reward_model_is_named(tmp_path: Path) -> None:
     folder = make_tiny_reward(tmp_path, max_position_embeddings=64)
-    reward = build(folder)
+    reward = build_reward(folder)
     with pytest.raises(ValueError, match=r"reads at most 64"):
         reward.begin("long " * 30)
     reward.begin("short")
@@ -304,100 +293,16 @@ def test_a_nan_in_the_weights_is_a_score_that_is_no_number(tmp_path: Path, gener
     tensors = load_file(folder / "model.safetensors")
     tensors["model.embed_tokens.weight"][poison] = math.nan
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    reward = build(folder, keep=True)
+    reward = build_reward(folder, keep=True)
     reward.begin(PROMPT)
     got = reward.score(candidates(generator, ["fine", "bad ~", "fine too", ""]))
-    clean = build(make_tiny_reward(tmp_path / "clean"))
+    clean = build_reward(make_tiny_reward(tmp_path / "clean"))
     clean.begin(PROMPT)
     expected = clean.score(candidates(generator, ["fine", "bad", "fine too", ""]))
     assert math.isnan(got[1])
     assert [got[i] for i in (0, 2, 3)] == pytest.approx([expected[i] for i in (0, 2, 3)], abs=1e-4)
     clean.head.weight[0, 0] = math.inf
     assert all(map(math.isnan, clean.score(candidates(generator, ["fine", "other"]))))
-
-
-# ---- checkpoints that do not fit -------------------------------------------------------------
-
-
-def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("make", "change", "message"),
-    [
-        (make_tiny_reward, lambda t: t.pop("score.weight"), "missing: score.weight"),
-        (make_tiny_reward, lambda t: t.update(other=torch.zeros(1)), "not used: other"),
-        (make_armo, lambda t: t.pop("gating.layers.2.bias"), "missing: gating.layers.2.bias"),
-        (make_armo, lambda t: t.update({"score.weight": torch.zeros(1, 32)}), "not used: score"),
-        (
-            make_armo,
-            lambda t: t.update({"gating.layers.4.weight": torch.zeros(3, 3)}),
-            "not used: gating",
-        ),
-        (
-            make_armo,
-            lambda t: t.update({"reward_transform_matrix": torch.zeros(19, 18)}),
-            "shape \\(19, 18\\)",
-        ),
-        (
-            make_armo,
-            lambda t: t.update({"gating.layers.1.weight": torch.zeros(24, 23)}),
-            r"gating\.layers\.1\.weight",
-        ),
-        (make_eurus, lambda t: t.pop("regression_head.weight"), "missing: regression_head"),
-        (
-            make_eurus,
-            lambda t: t.update({"regression_head.weight": torch.zeros(2, 32)}),
-            "not a reward model with one score",
-        ),
-        (make_farm, lambda t: t.pop("reward_head.bias"), "missing: reward_head.bias"),
-        (
-            make_farm,
-            lambda t: t.update({"score.weight": torch.zeros(1, 32)}),
-            "not used: score.weight",
-        ),
-    ],
-)
-def test_a_head_that_does_not_fit_is_an_error(tmp_path: Path, make, change, message) -> None:
-    """CASES 3: unused or missing head weights are never a warning."""
-    folder = edit(make(tmp_path / "model"), change)
-    with pytest.raises(BadWeights, match=message):
-        build(folder)
-
-
-def test_two_labels_are_an_error(tmp_path: Path) -> None:
-    """By the config, or (transformers leaves two labels out of it) by the head's shape."""
-    with pytest.raises(ValueError, match="one label"):
-        build(make_tiny_reward(tmp_path / "three", num_labels=3))
-    folder = make_tiny_reward(tmp_path / "two", num_labels=2)
-    assert "id2label" not in json.loads((folder / "config.json").read_text())
-    with pytest.raises(BadWeights, match=r"this one is \(2, 32\)"):
-        build(folder)
-
-
-def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="without a reward head"):
-        build(make_tiny_llama(tmp_path))
-
-
-def test_armo_with_another_template_is_refused(tmp_path: Path) -> None:
-    folder = make_armo(tmp_path)
-    from tests.tiny import CHAT_TEMPLATE
-
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    with pytest.raises(ValueError, match="take the published tokenizer"):
-        build(folder)
-
-
-def test_farm_without_its_base_beside_it_says_so(tmp_path: Path) -> None:
-    folder = make_farm(tmp_path / "model", with_sizes=False)
-    shutil.rmtree(tmp_path / "llama-7b-base")
-    with pytest.raises(UnsupportedModel, match=r"llama-7b-base\) beside it"):
-        build(folder)
 
 
 # ---- self-reward -----------------------------------------------------------------------------
@@ -451,7 +356,7 @@ def test_nothing_to_score_reads_nothing(tmp_path: Path) -> None:
     folder = make_tiny_llama(tmp_path)
     chat = generator_chat(folder, "x")
     own = SelfReward(new_reader(load(folder)), chat.prompt_ids)
-    model = build(make_tiny_reward(tmp_path / "reward"))
+    model = build_reward(make_tiny_reward(tmp_path / "reward"))
     for reward in (own, model):
         reward.begin(PROMPT)
         before = reward.tokens_read

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import pickle
+import re
 import shutil
 import time
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import main
 import suite.chat
 from benchmarks import train_reward
 from benchmarks.reward_training import backbone
@@ -24,6 +27,9 @@ from suite.model_files import NotAModel, check_folder
 from suite.models import ModelSource, resolve
 from suite.records import FolderRefused
 from tests.test_records import objects, opened, prompts
+
+ROOT = Path(main.__file__).parent
+
 
 CPU = torch.device("cpu")
 
@@ -308,3 +314,40 @@ def test_a_cache_that_can_only_be_read_will_do(embedded: ModelSource) -> None:
     lock.unlink()
     lock.mkdir()  # can't be opened for writing, not even by the superuser
     assert embedded.ready() == folder
+
+
+# ---- nothing in the project runs code from a model ----------------------------------------------
+
+
+def _sources() -> list[Path]:
+    """The project's own Python files without the tests; what is hidden is not entered."""
+    tops = [p for p in ROOT.iterdir() if p.name != "tests" and not p.name.startswith(".")]
+    return [*ROOT.glob("*.py"), *(file for top in tops for file in top.rglob("*.py"))]
+
+
+def test_no_pickle_and_no_remote_code_in_the_project() -> None:
+    words = ("pickle.load", "torch.load(", "weights_only=False", "eval(", "exec(")
+    words += ("import pickle", "from pickle", "allow_pickle", "import marshal", "import shelve")
+    words += ("import joblib", "torch.jit.load", "os.system(", "shell=True")
+    for path in _sources():
+        # Said as False it is fine: left out, a tokenizer with code of its own would ask.
+        content = path.read_text().replace("trust_remote_code=False", "")
+        assert "trust_remote_code" not in content, path
+        assert not [w for w in words if re.search(rf"(?<![\w.]){re.escape(w)}", content)], path
+
+
+def test_every_load_by_transformers_names_what_it_refuses() -> None:
+    """Left out, code of the folder would be offered, and a pickle be opened."""
+    seen = set()
+    for path in _sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = node.func if isinstance(node, ast.Call) else None
+            if not isinstance(called, ast.Attribute) or called.attr != "from_pretrained":
+                continue
+            owner = ast.unparse(called.value).rpartition(".")[2]
+            said = {k.arg: ast.unparse(k.value) for k in node.keywords}
+            assert said.get("trust_remote_code") == "False", f"{path}:{node.lineno}"
+            if "Tokenizer" not in owner and "Config" not in owner:
+                assert said.get("use_safetensors") == "True", f"{path}:{node.lineno}"
+            seen.add(path.relative_to(ROOT).parts[0])
+    assert seen >= {"suite", "benchmarks"}

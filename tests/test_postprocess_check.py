@@ -1,0 +1,80 @@
+"""check.py: what is complete, missing, unreadable or mixed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from postprocess import check
+from postprocess.reading import shown
+from tests.postprocess_archive import PAIR, make_archive, make_object, write_run
+
+
+def test_check_of_a_good_archive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.main([str(make_archive(tmp_path))]) == 0
+    out = capsys.readouterr().out
+    assert "5 runs, 0 of them wrong" in out
+    assert out.count("complete") == 5
+
+
+def test_check_names_every_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    archive = make_archive(tmp_path)
+    bo4 = archive / f"Bo4_{PAIR}_0"
+    next(bo4.glob("*0002.json")).unlink()
+    whole = next((archive / f"Bo8_{PAIR}_0").glob("*0001.json"))
+    whole.write_text(whole.read_text()[:-50])
+    next((archive / f"SpR_alpha_0.1_{PAIR}_0").glob("*0001.json")).write_text("")
+    mixed = next((archive / f"SpR_alpha_0.5_{PAIR}_0").glob("*0002.json"))
+    mixed.write_text(mixed.read_text().replace('"max_tokens": 2048', '"max_tokens": 99'))
+    (archive / f"SpR_alpha_0.9_{PAIR}_0" / "failures.jsonl").write_text('{"JSON_idx": 3}\n')
+    assert check.main([str(archive)]) == 1
+    out = capsys.readouterr().out
+    assert f"Bo4_{PAIR}_0: missing: 2 (of the other runs)" in out
+    assert f"Bo8_{PAIR}_0: unreadable: {PAIR}_prompt_0001.json: not valid JSON" in out
+    assert f"SpR_alpha_0.1_{PAIR}_0: unreadable: {PAIR}_prompt_0001.json: empty" in out
+    assert (
+        f"SpR_alpha_0.5_{PAIR}_0: mixed: {PAIR}_prompt_0002.json: other settings: max_tokens" in out
+    )
+    assert f'SpR_alpha_0.9_{PAIR}_0: failed: {{"JSON_idx": 3}}' in out
+    assert "5 runs, 5 of them wrong" in out
+
+
+def test_check_counts_against_the_prompt_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.json"
+    prompts.write_text(json.dumps([{"JSON_idx": i, "prompt": "x"} for i in (1, 2, 7)]))
+    item = make_object(1, [1, 2], 1, data_filename=str(prompts))
+    write_run(tmp_path / "a", "run", {1: [item]})
+    assert check.main([str(tmp_path / "a")]) == 1
+    assert f"missing: 2, 7 (of {shown(prompts)})" in capsys.readouterr().out
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text("".join(f'{{"JSON_idx": {i}, "prompt": "x"}}\n' for i in (1, 3)))
+    write_run(tmp_path / "c", "run", {1: [{**item, "data_filename": str(lines)}]})
+    assert check.main([str(tmp_path / "c")]) == 1
+    assert f"missing: 3 (of {shown(lines)})" in capsys.readouterr().out
+    write_run(tmp_path / "b", "run", {1: [{**item, "num_prompts": 1}]})
+    assert check.main([str(tmp_path / "b")]) == 0
+
+
+def test_check_lets_skipped_prompts_pass(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fault 16: a prompt over the bound is done; it is said, and not missing."""
+    write_run(
+        tmp_path,
+        "run",
+        {
+            1: [make_object(1, [1, 2], 1)],
+            2: [make_object(2, [], 0, skipped="2048 tokens", batch_size=2)],
+        },
+    )
+    write_run(
+        tmp_path,
+        "other",
+        {1: [make_object(1, [1, 2], 1, seed=1)], 2: [make_object(2, [1, 2], 1, seed=1)]},
+    )
+    assert check.main([str(tmp_path)]) == 0
+    assert "skipped: " in capsys.readouterr().out
