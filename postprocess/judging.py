@@ -67,8 +67,9 @@ def environment(
             env.pop(name, None)
     if key is not None:
         env["OPENAI_API_KEY"] = key
-    if job.preferences is not None:
+    if job.preferences is not None:  # judged offline: nothing is asked of a network
         env.pop("OPENAI_API_KEY", None)
+        env["HF_HUB_OFFLINE"] = "1"
     if hub_cache is not None:
         env |= {"HF_HUB_CACHE": str(hub_cache), "HF_HUB_OFFLINE": "1"}
     return env | {"IS_ALPACA_EVAL_2": "True", "PYTHONUNBUFFERED": "1"}
@@ -151,16 +152,22 @@ def hub_cache_of(gamed: Path, folder: Path) -> Path:
     return folder / "hub"
 
 
-def fetch_gamed() -> str | None:
+def fetch_gamed(only_cached: bool = False) -> str | None:
     """Gets df_gamed.csv into the hub's cache; what is wrong when that fails.
 
     Before any judging: alpaca_eval fetches it afterwards, when the judge has been paid.
+    `only_cached` asks no network.
     """
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError
 
+    file = {"repo_id": "tatsu-lab/alpaca_eval", "filename": "df_gamed.csv", "repo_type": "dataset"}
+    if only_cached:
+        if isinstance(try_to_load_from_cache(**file), str):
+            return None
+        return "df_gamed.csv is not in the hub's cache, and an offline judge asks no network"
     try:
-        hf_hub_download("tatsu-lab/alpaca_eval", "df_gamed.csv", repo_type="dataset")
+        hf_hub_download(**file)
     except (OSError, HfHubHTTPError) as error:
         return f"df_gamed.csv is neither in the hub's cache nor on the hub ({type(error).__name__})"
     return None

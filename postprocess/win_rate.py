@@ -69,7 +69,7 @@ def plan_lengths(
     cache = None
     if args.df_gamed is not None:
         cache = judging.hub_cache_of(args.df_gamed, folder)
-    elif not found and (fault := judging.fetch_gamed()):
+    elif not found and (fault := judging.fetch_gamed(args.judge != "openai")):
         found.append(f"{fault}; --df_gamed FILE gives it")
     if found and args.metric == "lc":
         raise Refused(f"no length-controlled rate: {'; '.join(found)}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -152,8 +153,11 @@ def test_marks_in_texts_do_no_harm(tmp_path: Path) -> None:
 def test_df_gamed_comes_from_the_hub_cache(tmp_path: Path, gamed: Path) -> None:
     """Offline with the file in the cache, then without; the child finds it in the same place."""
     hub = judging.hub_cache_of(gamed, tmp_path)
-    code = "from postprocess.judging import fetch_gamed; print(fetch_gamed())"
-    for place, words in ((hub, "None"), (tmp_path, "neither in the hub's cache nor on the hub")):
+    code = "from postprocess.judging import fetch_gamed; print(fetch_gamed(), fetch_gamed(True))"
+    missing = (
+        "neither in the hub's cache nor on the hub (LocalEntryNotFoundError) df_gamed.csv is not"
+    )
+    for place, words in ((hub, "None None"), (tmp_path, missing)):
         done = subprocess.run(
             [sys.executable, "-c", code],
             env=env_of(HF_HUB_CACHE=str(place)),
@@ -162,3 +166,18 @@ def test_df_gamed_comes_from_the_hub_cache(tmp_path: Path, gamed: Path) -> None:
             text=True,
         )
         assert words in done.stdout, done.stderr
+
+
+def test_an_offline_judge_asks_no_network(tmp_path: Path) -> None:
+    """Not for df_gamed.csv either: the hub's address would take connections, and counts them."""
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        hub.setblocking(False)
+        compare, reference = rows("A", ["a", "bcd"], 1.0), rows("R", ["x", "y"])
+        folder = write_pair(tmp_path, compare, reference)
+        where = f"http://127.0.0.1:{hub.getsockname()[1]}"
+        env = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": where}
+        done = type_win_rate(folder, "--judge", "scores", **env)
+        assert done.returncode == 0, done.stderr
+        assert "an offline judge asks no network; --df_gamed FILE gives it" in done.stderr
+        with pytest.raises(BlockingIOError):  # nobody has called
+            hub.accept()
