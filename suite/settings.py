@@ -99,8 +99,8 @@ def settings_for_sameness(recorded: dict[str, Any]) -> dict[str, Any]:
     """What two runs must have in common to share a folder, from their recorded settings."""
     names = {field.name for field in dataclasses.fields(Settings)} - NOT_FOR_SAMENESS
     same = {name: recorded.get(name) for name in sorted(names)}
-    if same.pop("value_head") is not None:  # its content counts, not where it lies
-        same["value_head_sha256"] = recorded.get("value_head_sha256")
+    head = same.pop("value_head")  # its content counts, not where it lies
+    same["value_head_sha256"] = None if head is None else recorded.get("value_head_sha256")
     if recorded.get("speculative_rejection"):
         same["batch_size"] = None  # of Best-of-N alone
     return same

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,8 +15,10 @@ from postprocess.fit_value_head import Texts, fit
 from rewards.value_head import BadValueHead, ValueHead, compact, features, load_value_head
 from suite.hidden import read_states, write_states
 from suite.prompts import Prompt
+from suite.records import FolderRefused
 from suite.settings import Settings, settings_for_record, settings_for_sameness
 from tests.search import run_search
+from tests.test_records import SETTINGS, objects, opened, prompts
 from tests.test_replay import log_pool
 
 SIZE = 12
@@ -255,6 +258,21 @@ def test_a_folder_is_resumed_with_the_head_that_it_was_made_with(tmp_path):
     other = settings_for_record(Settings(speculative_rejection=True, value_head=str(path)))
     assert settings_for_sameness(moved) == settings_for_sameness(first)
     assert settings_for_sameness(other) != settings_for_sameness(first)
+
+
+def test_runs_with_and_without_a_head_share_no_folder(tmp_path):
+    path = tmp_path / "head.safetensors"
+    a_head().save(path)
+    without = replace(SETTINGS, speculative_rejection=True)
+    both = (without, replace(without, value_head=str(path)))
+    (prompt,) = prompts(1)
+    for there, now in (both, both[::-1]):
+        folder = tmp_path / str(now.value_head is None)
+        with opened(folder, there) as run:
+            run.write(prompt, objects(prompt, there))
+            assert run.finished([prompt]) == {0}
+        with opened(folder, now) as run, pytest.raises(FolderRefused, match="value_head_sha256 is"):
+            run.finished([prompt])
 
 
 def test_records_name_the_head_that_was_loaded(tmp_path):
