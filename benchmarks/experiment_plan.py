@@ -36,6 +36,14 @@ class Size:
     chunk_prompts: int = 25
 
     def __post_init__(self) -> None:
+        for name in ("pool", "block", "fit_rows", "self_pool", "chunk_prompts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("alphas", "seeds"):
+            given = [f"{value:g}" for value in getattr(self, name)]
+            if not given or len(set(given)) < len(given):
+                said = " ".join(given) or "none"
+                raise ValueError(f"--{name} must be one or more, none of them twice, got {said}")
         if self.pool % self.block:
             raise ValueError(
                 f"--pool must be a multiple of --block, got {self.pool} and {self.block}; "

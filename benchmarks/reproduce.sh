@@ -15,6 +15,10 @@ shift 2
 here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python}
 part=${PART:-all}
+case $part in
+experiment | shapes | all) ;;
+*) echo "reproduce.sh: error: PART must be experiment, shapes or all, got $part" >&2; exit 2 ;;
+esac
 mkdir -p "$out"
 
 if [ "$part" = experiment ] || [ "$part" = all ]; then

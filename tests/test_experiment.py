@@ -325,3 +325,28 @@ def test_between_sizes_and_beyond_the_pool():
     beyond = gain(base, searched(base, "0.5", ["run"]), "tokens")
     assert beyond.bound == Bound(pytest.approx(80 / 16), ">=")
     assert gain(base, searched(base, "0.5", ["run"]), "paper") is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--fit_rows", "0"], "--fit_rows must be at least 1, got 0"),
+        (["--block", "0"], "--block must be at least 1, got 0"),
+        (["--alphas"], "--alphas must be one or more, none of them twice, got none"),
+        (["--alphas", "0.5", "0.50000001"], "got 0.5 0.5"),
+        (["--seeds", "0", "0"], "--seeds must be one or more, none of them twice, got 0 0"),
+    ],
+)
+def test_sizes_that_are_none_are_refused(tmp_path, capsys, flags, words) -> None:
+    out = tmp_path / "out"
+    assert experiment.main(["--out", str(out), "--data_filename", "none.json", *flags]) == 2
+    assert words in capsys.readouterr().err and not out.exists()
+
+
+def test_an_unknown_part_is_refused(tmp_path) -> None:
+    script = PROJECT / "benchmarks" / "reproduce.sh"
+    env = os.environ | {"PART": "experiments"}
+    done = subprocess.run(
+        [script, "none.json", tmp_path / "o"], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "got experiments" in done.stderr
