@@ -245,7 +245,7 @@ def test_killing_the_launcher_ends_its_processes(flags: list[str], tmp_path: Pat
 
 
 def test_two_runs_on_one_folder_at_once(flags: list[str], tmp_path: Path) -> None:
-    with begin(direct(*flags), {"seconds": 0.5}) as first:
+    with begin(direct(*flags), {"seconds": 4}) as first:
         wait_for(lambda: len(records(tmp_path / "out")) >= 1)
         second = run(direct(*flags))
         assert second.returncode == 2
