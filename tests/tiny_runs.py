@@ -1,4 +1,4 @@
-"""Command lines on the tiny models of tests/tiny.py, and the runs that they are compared with."""
+"""Command lines on the tiny models of tests/tiny.py."""
 
 from __future__ import annotations
 
