@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import logging
+import math
 import random
 import sys
 import time
@@ -35,8 +36,9 @@ if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks import experiment_report
-from benchmarks.experiment_lines import Archive, failed_line, line_of
+from benchmarks.experiment_lines import Archive, claimed, failed_line, line_of
 from benchmarks.experiment_plan import Config, Size, groups, tasks
+from suite.prompts import Prompt, load_prompts
 from suite.settings import Settings
 
 log = logging.getLogger("experiment")
@@ -46,21 +48,18 @@ ORDER_SEED = 0  # prompts are shuffled: those of a stopped run are a sample of a
 class Run:
     """The tasks that are left, in order, until they or the time end."""
 
-    def __init__(self, args: argparse.Namespace, base: Settings, size: Size) -> None:
-        from suite.prompts import load_prompts
-
-        self.args, self.size = args, size
+    def __init__(
+        self, args: argparse.Namespace, base: Settings, size: Size, prompts: list[Prompt]
+    ) -> None:
+        self.args, self.size, self.prompts = args, size, prompts
         self.archive = Archive(args.out)
-        prompts = load_prompts(args.data_filename, None, args.local_files_only)
-        random.Random(ORDER_SEED).shuffle(prompts)
-        self.prompts = prompts[: args.num_prompts]
         every = tasks(groups(size, base), len(self.prompts), size.chunk_prompts)
         self.left = [
             (position, config)
             for position, config in every
             if (self.prompts[position].json_idx, config.name) not in self.archive.done
         ]
-        self.archive.claim(base, size)
+        self.archive.claim(base, size, prompts)
         self.base = base
         self.start = time.perf_counter()
         self.seconds: dict[str, list[float]] = defaultdict(list)
@@ -141,14 +140,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         size = Size(**{f.name: _tupled(getattr(args, f.name)) for f in fields(Size)})
-        run = Run(args, _base(args), size)
-        if run.left:
-            run.go()
+        prompts = _prompts(args)
+        with claimed(args.out):
+            run = Run(args, _base(args), size, prompts)
+            number = run.go() if run.left else 0
     except (ValueError, OSError) as error:
         print(f"experiment.py: error: {error}", file=sys.stderr)
         return 2
     pictures = [] if args.pictures else ["--no_pictures"]
-    return experiment_report.main([str(args.out), *pictures])
+    code = experiment_report.main([str(args.out), *pictures])
+    return 0 if number < len(run.left) else code  # a part may have no whole prompt yet
+
+
+def _prompts(args: argparse.Namespace) -> list[Prompt]:
+    """The first --num_prompts of the shuffled file."""
+    if args.num_prompts is not None and args.num_prompts < 1:
+        raise ValueError(f"--num_prompts must be at least 1, got {args.num_prompts}")
+    if args.full_prompts < 0:
+        raise ValueError(f"--full_prompts must be at least 0, got {args.full_prompts}")
+    if args.max_seconds is not None and not 0 < args.max_seconds < math.inf:
+        raise ValueError(f"--max_seconds must be above 0, got {args.max_seconds:g}")
+    prompts = load_prompts(args.data_filename, None, args.local_files_only)
+    random.Random(ORDER_SEED).shuffle(prompts)
+    return prompts[: args.num_prompts]
 
 
 def _tupled(value: Any) -> Any:

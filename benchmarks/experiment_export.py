@@ -25,10 +25,18 @@ if TYPE_CHECKING:
 
 def export(report: Report, target: Path, data_filename: str) -> list[Path]:
     """The folders written, for the prompts that count."""
-    asked = {prompt.json_idx: prompt for prompt in load_prompts(data_filename)}
+    prompts = load_prompts(data_filename)
+    report.archive.check_prompts(prompts)
+    asked = {prompt.json_idx: prompt for prompt in prompts}
+    if missing := sorted({prompt[POOL]["JSON_idx"] for prompt in report.main} - set(asked)):
+        raise ValueError(
+            f"--data_filename {data_filename} has no prompt with JSON_idx "
+            f"{', '.join(map(str, missing[:5]))}; give the file that the experiment had"
+        )
     stored = report.archive.settings()
     names = {field.name for field in dataclasses.fields(Settings)}
-    base = Settings(**{key: value for key, value in stored.items() if key in names - {"seed"}})
+    kept = {key: value for key, value in stored.items() if key in names - {"seed"}}
+    base = Settings(**kept, data_filename=data_filename)
     sessions = report.archive.sessions()
     just_fit = sessions[-1]["just_fit_bytes"] if sessions else None
     done = []
@@ -45,7 +53,6 @@ def export(report: Report, target: Path, data_filename: str) -> list[Path]:
                     speculative_rejection=True,
                     alpha=alpha,
                     seed=seed,
-                    reward_cache="on",
                     kv_cache_gb=just_fit / 1e9 if just_fit else None,
                 )
                 done.append(_write(settings, target, report, asked, _rejection(name)))
@@ -61,7 +68,7 @@ def _write(
         for prompt in report.main:
             idx = prompt[POOL]["JSON_idx"]
             made = object_of(prompt)
-            if made is not None and idx in asked:
+            if made is not None:
                 head = {
                     **settings_for_record(settings),
                     "process_seed": settings.seed,

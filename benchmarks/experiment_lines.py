@@ -12,28 +12,41 @@ import dataclasses
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.experiment_plan import FILES, PARTIAL, POOL, SELF_POOL, Config, Size
-from postprocess.reading import count_of, finite
+from benchmarks.experiment_whole import ROUND_FIELDS, is_whole
 from postprocess.stats import spearman
-from suite.files import dumps_strict, json_lines, write_whole
+from suite.files import FolderLock, InUse, dumps_strict, fingerprint, json_lines, write_whole
+from suite.prompts import Prompt
 from suite.settings import Settings, settings_for_sameness
 
 log = logging.getLogger(__name__)
 
 Line = dict[str, Any]
-COUNTS = ("tokens_generated", "tokens_scored")
-SECONDS = ("elapsed_sec", "generation_sec", "reward_sec")
-ROUND_FIELDS = (
-    *("rows", "stop_length", "kept", "cutoff", "tokens_generated", "tokens_scored"),
-    *("kv_bytes", "reward_kv_bytes"),
-)
-ROUND_COUNTS = tuple(name for name in ROUND_FIELDS if name != "cutoff")
+SETTINGS, PROMPTS = "settings.json", "prompts.json"
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Makes the folder and holds its lock: two runs would do and store the same tasks twice."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = FolderLock(folder)
+    except InUse as error:
+        raise ValueError(
+            f"--out {folder} is in use by another run ({error}); wait for it, or give another "
+            "folder"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 class Archive:
@@ -52,15 +65,39 @@ class Archive:
     def path(self, file: str) -> Path:
         return self.folder / f"{file}.jsonl"
 
-    def claim(self, base: Settings, size: Size) -> None:
+    def claim(self, base: Settings, size: Size, prompts: Sequence[Prompt]) -> None:
         """Makes the folder this experiment's; ValueError where it is another's."""
+        for name in (SETTINGS, PROMPTS):
+            if self.done and not (self.folder / name).exists():
+                raise ValueError(
+                    f"--out {self.folder} has results but no {name}: what they were made with is "
+                    "not known; bring that file back, or give another folder"
+                )
+        self._claim_settings(base, size)
+        known = self.check_prompts(prompts)
+        known |= {str(prompt.json_idx): fingerprint(prompt.prompt) for prompt in prompts}
+        write_whole(self.folder / PROMPTS, json.dumps(known, indent=1) + "\n")
+
+    def check_prompts(self, prompts: Sequence[Prompt]) -> dict[str, str]:
+        """Fingerprints by JSON_idx; ValueError where a prompt's text is another one there."""
+        path = self.folder / PROMPTS
+        known = _object_in(path) if path.exists() else {}
+        for prompt in prompts:
+            idx = str(prompt.json_idx)
+            if known.get(idx, own := fingerprint(prompt.prompt)) != own:
+                raise ValueError(
+                    f"--data_filename: prompt {idx} has another text than the one that "
+                    f"{self.folder} holds answers to; give that file, or another folder"
+                )
+        return known
+
+    def _claim_settings(self, base: Settings, size: Size) -> None:
         mine = settings_for_sameness(dataclasses.asdict(base)) | {
             key: list(value) if isinstance(value, tuple) else value
             for key, value in dataclasses.asdict(size).items()
         }
-        path = self.folder / "settings.json"
+        path = self.folder / SETTINGS
         if not path.exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(mine, indent=1, allow_nan=False) + "\n")
             return
         theirs = self.settings()
@@ -73,14 +110,19 @@ class Archive:
             )
 
     def settings(self) -> dict[str, Any]:
-        return json.loads((self.folder / "settings.json").read_text(encoding="utf-8"))
+        return _object_in(self.folder / SETTINGS)
 
     def size(self) -> Size:
         """The size that the folder was made with."""
         stored = self.settings()
         names = [field.name for field in dataclasses.fields(Size)]
+        if missing := [name for name in names if name not in stored]:
+            raise ValueError(f"{self.folder / SETTINGS} lacks {', '.join(missing)}")
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
-        return Size(**{name: values[name] for name in names})
+        try:
+            return Size(**{name: values[name] for name in names})
+        except TypeError as error:
+            raise ValueError(f"{self.folder / SETTINGS} is damaged: {error}") from error
 
     def add(self, file: str, line: Line) -> None:
         self._append(file, line)
@@ -101,56 +143,14 @@ class Archive:
             stream.write(("\n" if torn else "") + text + "\n")
 
 
-def is_whole(line: Line) -> bool:
-    """Whether a line has what every table reads of it."""
-    if count_of(line.get("JSON_idx")) is None or not isinstance(line.get("config"), str):
-        return False
-    if "failed" in line:
-        return isinstance(line["failed"], str)
-    best = line.get("best")
-    return (
-        all(count_of(line.get(name)) is not None for name in COUNTS)
-        and all((sec := finite(line.get(name))) is not None and sec >= 0 for name in SECONDS)
-        and isinstance(best, dict)
-        and isinstance(best.get("output"), str)
-        and finite(best.get("score")) is not None
-        and all(name in line for name in _lists_of(line["config"]))
-        and _lists_are_whole(line)
-    )
-
-
-def _lists_of(config: str) -> tuple[str, ...]:
-    """What the tables read of this configuration beside the costs; see `_details`."""
-    if config in (POOL, SELF_POOL):
-        return ("scores", "num_tokens", "winners")
-    return ("partials",) if config == PARTIAL else ()
-
-
-def _lists_are_whole(line: Line) -> bool:
-    """The parts that some configurations have."""
-    scores, lengths = line.get("scores", [0.0]), line.get("num_tokens", [])
-    if not isinstance(scores, list) or not scores or None in map(finite, scores):
-        return False
-    if not isinstance(lengths, list) or None in map(count_of, lengths):
-        return False
-    winners, rounds = line.get("winners", []), line.get("rounds", [])
-    if not all(_objects(entries) for entries in (winners, rounds)):
-        return False
-    counts = [entry.get(name) for entry in rounds for name in ROUND_COUNTS]
-    if None in map(count_of, counts) or (rounds and "scores" not in line):
-        return False
-    partials = line.get("partials", {})
-    pairs = [*partials.values()] if isinstance(partials, dict) else [None]
-    pairs += [entry["partial"] for entry in rounds if "partial" in entry]
-    return all(
-        isinstance(pair, list) and len(pair) == 2 and count_of(pair[0]) is not None
-        and (pair[1] is None or finite(pair[1]) is not None)
-        for pair in pairs
-    )  # fmt: skip
-
-
-def _objects(entries: Any) -> bool:
-    return isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
+def _object_in(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged: it holds no object")
+    return found
 
 
 def failed_line(json_idx: int, config: Config, reason: str) -> Line:

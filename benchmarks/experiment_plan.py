@@ -39,6 +39,9 @@ class Size:
         for name in ("pool", "block", "fit_rows", "self_pool", "chunk_prompts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("timed_prompts", "side_prompts"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"--{name} must be at least 0, got {getattr(self, name)}")
         for name in ("alphas", "seeds"):
             given = [f"{value:g}" for value in getattr(self, name)]
             if not given or len(set(given)) < len(given):
@@ -176,8 +179,9 @@ def _side(size: Size, base: Settings) -> list[Config]:
     cache = other_cache(base.reward_cache)
     for alpha in size.again_alphas:
         name = again_name(alpha, base.reward_cache)
-        settings = replace(base, speculative_rejection=True, alpha=alpha, reward_cache=cache)
-        made.append(Config(name, "rejection", "other", settings, (0,), size.side_prompts))
+        main = _rejection(size, base, alpha, size.seeds[0])
+        settings = replace(main.settings, reward_cache=cache)
+        made.append(Config(name, "rejection", "other", settings, main.blocks, size.side_prompts))
     return made
 
 

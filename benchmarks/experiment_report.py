@@ -78,7 +78,7 @@ class Report:
         sessions = self.archive.sessions()
         size = self.size
         lines = [
-            f"{len(self.main)} prompts; {stored['llm_name']} rewarded by "
+            f"{len(self.main)} prompts{self.left_out()}; {stored['llm_name']} rewarded by "
             f"{stored['reward_model_name']}, temperature {stored['temperature']:g}, top-k "
             f"{stored['top_k']}, answers up to {stored['max_gen_tokens']} tokens. Best-of-N out of "
             f"{size.pool:,} candidates a prompt, {size.block:,} of each process seed; Speculative "
@@ -94,6 +94,19 @@ class Report:
                 f"{sessions[-1]['device']}; {versions}; {len(sessions)} calls, {total:.0f} s."
             )
         return "\n".join(lines)
+
+    def left_out(self) -> str:
+        """What is in the archive and not in the tables, beside prompts that are not whole yet."""
+        counted = {prompt[POOL]["JSON_idx"] for prompt in self.main}
+        failed = {idx for (idx, _), line in self.archive.done.items() if "failed" in line}
+        pools = {idx for idx, prompt in self.prompts.items() if POOL in prompt}
+        alike = {idx for idx in pools if not whole({idx: self.prompts[idx]}, [POOL])}
+        parts = [
+            f"{len(found - counted)} {what}"
+            for found, what in ((failed, "that failed"), (alike, "whose pool scores all alike"))
+            if found - counted
+        ]
+        return f" (left out: {', '.join(parts)})" if parts else ""
 
     def main_tables(self) -> list[str]:
         if not self.main:
@@ -318,6 +331,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not (args.out / "settings.json").is_file():
         print(f"experiment_report.py: error: {args.out} is no experiment's folder", file=sys.stderr)
         return 2
+    try:
+        return _written(args)
+    except (ValueError, OSError) as error:
+        print(f"experiment_report.py: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _written(args: argparse.Namespace) -> int:
     report = Report(Archive(args.out))
     text = report.text()
     write_whole(args.out / "report.md", text)

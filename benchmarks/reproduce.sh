@@ -7,7 +7,8 @@
 #                  --max_seconds 560 ends a call in good order)
 # PART=shapes      Llama-3-8B generator and reward backbone (ArmoRM's) with random weights, one
 #                  prompt: seconds by phase, rows and lengths by round, predicted and measured peak
-# Without PART both. What OUT/full holds is packed into OUT/full.tar.gz. PYTHON names the interpreter.
+# Without PART both. What OUT/full holds is packed into OUT/full.tar.gz, which is unpacked first
+# where OUT/full is missing. PYTHON names the interpreter.
 set -euo pipefail
 prompts=${1:?usage: reproduce.sh PROMPTS.json OUT [flags of experiment.py]}
 out=${2:?usage: reproduce.sh PROMPTS.json OUT [flags of experiment.py]}
@@ -22,6 +23,9 @@ esac
 mkdir -p "$out"
 
 if [ "$part" = experiment ] || [ "$part" = all ]; then
+    if [ -e "$out/full.tar.gz" ] && [ ! -d "$out/full" ]; then
+        tar -xzf "$out/full.tar.gz" -C "$out"
+    fi
     "$python" "$here/experiment.py" --out "$out" --data_filename "$prompts" "$@"
     if [ -d "$out/full" ]; then
         tar -czf "$out/full.tar.gz" -C "$out" --exclude ".*" full

@@ -7,6 +7,7 @@ a path or the new one, whatever happens meanwhile (kill, full disk, power cut).
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import logging
 import math
@@ -93,6 +94,11 @@ def _flush_folder(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def fingerprint(text: str) -> str:
+    """24 hexadecimal digits that tell texts apart."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:24]
 
 
 def dumps_strict(objects: list[dict[str, Any]], indent: int | None) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
-import hashlib
 import json
 import logging
 import os
@@ -27,6 +26,7 @@ from suite.files import (
     NotJson,
     NotWritten,
     dumps_strict,
+    fingerprint,
     json_lines,
     open_here,
     write_whole,
@@ -73,7 +73,7 @@ class RunFolder:
         self._num_objects = num_processes if self.is_shared else 1
         self._models = f"{base_name(settings.llm_name)}_{base_name(settings.reward_model_name)}"
         self._same = _sameness(settings_for_record(settings), self._num_objects)
-        self._run = _fingerprint(json.dumps(self._same, sort_keys=True))
+        self._run = fingerprint(json.dumps(self._same, sort_keys=True))
         self._failed: set[int] | None = None  # read when first needed
         self._lock: FolderLock | None = None
 
@@ -152,7 +152,7 @@ class RunFolder:
     def _holds(self, note: Note, stat: os.stat_result, prompt: Prompt | None) -> bool:
         return (
             (note.size, note.mtime_ns, note.run) == (stat.st_size, stat.st_mtime_ns, self._run)
-            and (prompt is None or note.prompt == _fingerprint(prompt.prompt))
+            and (prompt is None or note.prompt == fingerprint(prompt.prompt))
         )  # fmt: skip
 
     def _inspect(self, path: Path, prompt: Prompt | None) -> Note | None:
@@ -170,7 +170,7 @@ class RunFolder:
             if prompt is not None and item["prompt"]["JSON_idx"] != prompt.json_idx:
                 log.warning("%s holds another JSON_idx; its prompt is done again", path.name)
                 return None
-        text = _fingerprint(objects[0]["prompt"]["prompt"])
+        text = fingerprint(objects[0]["prompt"]["prompt"])
         return Note(path.name, stat.st_size, stat.st_mtime_ns, text, self._run)
 
     def _refuse_others(
@@ -205,7 +205,7 @@ class RunFolder:
         path = self.path(prompt.json_idx)
         content = dumps_strict(objects, 4 if self._settings.pretty_print_output else None)
         stat = write_whole(path, content)
-        text = _fingerprint(prompt.prompt)
+        text = fingerprint(prompt.prompt)
         self._append_note(Note(path.name, stat.st_size, stat.st_mtime_ns, text, self._run))
         if prompt.json_idx in self._known_failures():
             self._clear_failure(prompt.json_idx)
@@ -292,10 +292,6 @@ def _sameness(recorded: dict[str, Any], num_objects: int) -> dict[str, Any]:
     """What must agree, by name; one object a file and one a process are told apart by number."""
     same = settings_for_sameness(recorded)
     return {**same, "num_processes": num_objects if same["parallel"] == "candidates" else 1}
-
-
-def _fingerprint(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:24]
 
 
 def _refuse_constant(constant: str) -> NoReturn:

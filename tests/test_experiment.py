@@ -11,6 +11,7 @@ import random
 import shutil
 import subprocess
 import sys
+import tarfile
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ import pytest
 import main as suite_main
 from benchmarks import experiment, experiment_engine, experiment_report
 from benchmarks.experiment_accounts import BestOfN, gain, searched
-from benchmarks.experiment_lines import Archive
+from benchmarks.experiment_lines import Archive, claimed
 from benchmarks.experiment_plan import FILES, Size, groups, kv_bytes, tasks
 from postprocess import plot_compare
 from postprocess.stats import Bound
@@ -214,8 +215,7 @@ def test_a_finished_experiment_loads_no_model(small, made, monkeypatch, capsys):
 
 def test_it_goes_on_where_it_was_stopped(small, made, tmp_path, capsys):
     """By a kill in the middle of a line, then by the clock; the end is the same."""
-    for name in ("settings.json", *(f"{file}.jsonl" for file in FILES)):
-        shutil.copy(made[0] / name, tmp_path / name)
+    copied(made[0], tmp_path)
     torn = tmp_path / "pool.jsonl"
     torn.write_bytes(torn.read_bytes()[:-40])
     rejection = tmp_path / "rejection.jsonl"
@@ -224,7 +224,7 @@ def test_it_goes_on_where_it_was_stopped(small, made, tmp_path, capsys):
     again = [*small, "--out", str(tmp_path), "--no_pictures"]
     whole = Archive(made[0]).done
     assert len(Archive(tmp_path).done) == len(whole) - 5
-    assert experiment.main([*again, "--max_seconds", "0.01"]) == 0
+    assert experiment.main([*again, "--max_seconds", "0.01"]) == 0, "no prompt need be whole"
     assert "1 of 5 tasks" in capsys.readouterr().out
     assert len(Archive(tmp_path).done) == len(whole) - 4
     assert experiment.main(again) == 0
@@ -232,6 +232,98 @@ def test_it_goes_on_where_it_was_stopped(small, made, tmp_path, capsys):
     assert {k: v["best"] for k, v in mine.items()} == {k: v["best"] for k, v in whole.items()}
     assert rejection.read_text().startswith("".join(kept)), "what was done is not done again"
     assert len(torn.read_text().splitlines()) == 4, "three lines and what is left of the torn one"
+
+
+def copied(folder, target):
+    for name in ("settings.json", "prompts.json", *(f"{file}.jsonl" for file in FILES)):
+        shutil.copy(folder / name, target / name)
+
+
+def test_the_archive_alone_is_enough_to_go_on(small, made, tmp_path):
+    """The script unpacks what was kept in full before it packs the folder again."""
+    copied(made[0], tmp_path)
+    shutil.copy(made[0] / "full.tar.gz", tmp_path)
+    data, *flags = small[1:]
+    argv = [PROJECT / "benchmarks" / "reproduce.sh", data, tmp_path, *flags, "--no_pictures"]
+    env = {**os.environ, "PYTHON": suite_python(), "PART": "experiment"}
+    assert subprocess.run(argv, env=env, capture_output=True).returncode == 0
+    with (
+        tarfile.open(tmp_path / "full.tar.gz") as now,
+        tarfile.open(made[0] / "full.tar.gz") as before,
+    ):
+        assert set(now.getnames()) == set(before.getnames()) and len(now.getnames()) > 3
+
+
+def test_other_prompts_are_refused(small, made, tmp_path, capsys):
+    """Same indices, one other text: to go on with, and to export with."""
+    copied(made[0], tmp_path)
+    other = tmp_path / "other.json"
+    texts = [*TEXTS[:2], "When, or where?"]
+    other.write_text(json.dumps([{"JSON_idx": i, "prompt": t} for i, t in enumerate(texts)]))
+    known = read(tmp_path / "prompts.json")
+    assert experiment.main([*small, "--out", str(tmp_path), "--data_filename", str(other)]) == 2
+    assert "prompt 2 has another text" in capsys.readouterr().err
+    assert read(tmp_path / "prompts.json") == known
+    export = [str(tmp_path), "--no_pictures", "--export", str(tmp_path / "x")]
+    assert experiment_report.main([*export, "--data_filename", str(other)]) == 2
+    assert "prompt 2 has another text" in capsys.readouterr().err
+    other.write_text(json.dumps([{"JSON_idx": 0, "prompt": TEXTS[0]}]))
+    assert experiment_report.main([*export, "--data_filename", str(other)]) == 2
+    assert "has no prompt with JSON_idx 1, 2" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("name", ["settings.json", "prompts.json"])
+def test_results_of_unknown_origin_are_refused(small, made, tmp_path, capsys, name):
+    copied(made[0], tmp_path)
+    (tmp_path / name).unlink()
+    assert experiment.main([*small, "--out", str(tmp_path)]) == 2
+    assert f"has results but no {name}" in capsys.readouterr().err
+    assert not (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"pool": 8}', '{"pool": '])
+def test_a_damaged_settings_file_is_said(made, tmp_path, capsys, content):
+    copied(made[0], tmp_path)
+    (tmp_path / "settings.json").write_text(content)
+    assert experiment_report.main([str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "settings.json" in error and ("is damaged" in error or "lacks block" in error)
+
+
+def test_a_folder_in_use_is_refused(small, made, capsys):
+    with claimed(made[0]):
+        assert experiment.main([*small, "--out", str(made[0])]) == 2
+    assert f"in use by another run (process {os.getpid()}" in capsys.readouterr().err
+
+
+def test_what_is_not_in_the_tables_is_said(made, tmp_path):
+    copied(made[0], tmp_path)
+    path = tmp_path / "pool.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[0] = {"JSON_idx": lines[0]["JSON_idx"], "config": "pool", "failed": "too long"}
+    lines[1]["scores"] = [1.0] * len(lines[1]["scores"])
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = experiment_report.Report(Archive(tmp_path)).text()
+    assert "1 prompts (left out: 1 that failed, 1 whose pool scores all alike);" in text
+
+
+def test_a_part_without_a_whole_prompt_is_no_failure(small, tmp_path, capsys):
+    argv = [*small, "--out", str(tmp_path), "--max_seconds", "0.01"]
+    assert experiment.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "run again" in out and "\n0 prompts;" in out
+    assert len(Archive(tmp_path).done) == 1
+    assert experiment_report.main([str(tmp_path)]) == 1, "of a report it is one"
+
+
+def test_the_cache_question_compares_runs_of_one_seed():
+    """Also where the first seed is another than 0."""
+    size = Size(seeds=(3, 4))
+    made = {c.name: c for group in groups(size, Settings(max_gen_tokens=1024)) for c in group}
+    again, main = made["alpha 0.5 cache kept"], made["alpha 0.5 seed 3"]
+    assert again.blocks == main.blocks == (3,)
+    assert (again.settings.reward_cache, main.settings.reward_cache) == ("on", "auto")
 
 
 def test_another_experiments_folder_is_refused(small, made, capsys):
@@ -335,6 +427,11 @@ def test_between_sizes_and_beyond_the_pool():
         (["--alphas"], "--alphas must be one or more, none of them twice, got none"),
         (["--alphas", "0.5", "0.50000001"], "got 0.5 0.5"),
         (["--seeds", "0", "0"], "--seeds must be one or more, none of them twice, got 0 0"),
+        (["--side_prompts", "-1"], "--side_prompts must be at least 0, got -1"),
+        (["--num_prompts", "0"], "--num_prompts must be at least 1, got 0"),
+        (["--full_prompts", "-2"], "--full_prompts must be at least 0, got -2"),
+        (["--max_seconds", "nan"], "--max_seconds must be above 0, got nan"),
+        (["--max_seconds", "0"], "--max_seconds must be above 0, got 0"),
     ],
 )
 def test_sizes_that_are_none_are_refused(tmp_path, capsys, flags, words) -> None:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import random
+import re
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.experiment_accounts import by_prompt, seconds, tokens, whole
-from benchmarks.experiment_lines import ROUND_FIELDS, Archive
-from benchmarks.experiment_plan import FILES
-from postprocess import (
-    replay,
-)
+from benchmarks.experiment_accounts import seconds, tokens
+from benchmarks.experiment_export import export
+from benchmarks.experiment_lines import Archive
+from benchmarks.experiment_plan import FILES, Size
+from benchmarks.experiment_report import Report
+from benchmarks.experiment_whole import ROUND_FIELDS
+from postprocess import replay
 from suite.hidden import COLUMNS, BadStates, read_states
+from suite.settings import Settings
 from tests.mutation import each_reader, encode, mutate_bytes, mutate_value, mutated
 from tests.test_replay import log_pool
 
@@ -88,7 +93,9 @@ def experiment_lines() -> list[dict[str, Any]]:
     return [
         {**line, "config": "pool", "scores": [1.0, 2.0, 0.5], "num_tokens": [9, 9, 12],
          "winners": winners, "process_seeds": [0]},
-        {**line, "config": "alpha 0.5 seed 0", "scores": [2.0], "rounds": rounds, "start_rows": 4},
+        {**line, "config": "alpha 0.5 seed 0", "scores": [2.0], "rounds": rounds, "start_rows": 4,
+         "num_completed": 2},
+        {**line, "config": "wave seed 0"},
         {**line, "config": "partial", "partials": {"8": [3, 0.5], "16": [0, None]}},
         {"JSON_idx": 2, "config": "pool", "failed": "a reason"},
     ]  # fmt: skip
@@ -104,8 +111,14 @@ def key_of(spoiled: bytes) -> tuple[Any, Any] | None:
 
 @each_reader
 def test_experiment_lines(tmp_path: Path, num_files: int) -> None:
-    """A spoiled line is not read, and what it stood for is done again; the others count."""
-    rng, read = random.Random(13), 0
+    """A spoiled line is not read, and what it stood for is done again; the others count. Whatever
+    is read makes a report, and an export of the prompts in it, without a NaN."""
+    rng, read, exported = random.Random(13), 0, 0
+    size = dataclasses.asdict(Size(pool=3, block=3, fit_rows=1, alphas=(0.5,), seeds=(0,)))
+    kept = dataclasses.asdict(Settings(max_gen_tokens=12)) | size
+    (tmp_path / "settings.json").write_text(json.dumps(kept))
+    prompts = tmp_path / "prompts_of_all.json"
+    prompts.write_text(json.dumps([{"JSON_idx": i, "prompt": "Why?"} for i in range(9)]))
     lines = [encode(line) for line in experiment_lines()]
     wanted = {(line["JSON_idx"], line["config"]): line for line in experiment_lines()}
     for number in range(num_files):
@@ -113,7 +126,8 @@ def test_experiment_lines(tmp_path: Path, num_files: int) -> None:
         spoiled = mutated(experiment_lines()[place], rng)
         text = b"\n".join([*lines[:place], spoiled, *lines[place + 1 :]]) + b"\n"
         (tmp_path / f"{FILES[0]}.jsonl").write_bytes(text)
-        done = Archive(tmp_path).done
+        archive = Archive(tmp_path)
+        done = archive.done
         others = [key for at, key in enumerate(wanted) if at != place]
         twin = key_of(spoiled)  # a spoiled line may have taken another's place
         assert all(done[key] == wanted[key] for key in others if key != twin), number
@@ -122,7 +136,12 @@ def test_experiment_lines(tmp_path: Path, num_files: int) -> None:
                 continue
             assert math.isfinite(seconds(line)) and tokens(line) >= 0, number
             assert math.isfinite(line["best"]["score"]), number
-            assert all(map(math.isfinite, line.get("scores", []))), number
-        whole(by_prompt(list(done.values())), ["pool"])
+        report = Report(archive)
+        assert not re.search(r"\b(nan|inf)\b", report.text()), number
+        if [prompt["pool"]["JSON_idx"] for prompt in report.main] == [1]:
+            folders = export(report, tmp_path / "export", str(prompts))
+            exported += all(any(folder.glob("*.json")) for folder in folders) and len(folders) > 1
+            shutil.rmtree(tmp_path / "export")
         read += len(done) == len(lines)
     assert num_files / 20 < read < num_files * 19 / 20
+    assert exported > num_files / 20
