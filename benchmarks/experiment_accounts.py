@@ -189,6 +189,14 @@ class Gain:
 
     bound: Bound
     interval: tuple[float, float] | None
+    draws: np.ndarray | None = field(default=None, compare=False, repr=False)  # [DRAWS]
+
+    def beside(self, other: Gain) -> tuple[float, float] | None:
+        """95 % interval of this gain over another's, drawn over the same prompts (paired)."""
+        if self.draws is None or other.draws is None:
+            return None
+        low, high = np.nanpercentile(self.draws / other.draws, [2.5, 97.5])
+        return float(low), float(high)
 
     def __str__(self) -> str:
         if self.interval is None:
@@ -204,14 +212,14 @@ def gain(base: BestOfN, method: Searched, account: str) -> Gain | None:
         return None
     if len(everyone) < 2:
         return Gain(found, None)
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(0)  # the same draws for every method: they can be paired
     drawn = [
         _gain(base, method, account, rows)
         for rows in rng.integers(0, len(everyone), (DRAWS, len(everyone)))
     ]
-    values = [bound.value for bound in drawn if bound is not None]
-    low, high = np.percentile(values, [2.5, 97.5])
-    return Gain(found, (float(low), float(high)))
+    values = np.array([math.nan if bound is None else bound.value for bound in drawn])
+    low, high = np.nanpercentile(values, [2.5, 97.5])
+    return Gain(found, (float(low), float(high)), values)
 
 
 def _gain(base: BestOfN, method: Searched, account: str, rows: np.ndarray) -> Bound | None:

@@ -12,7 +12,7 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -242,7 +242,7 @@ class Report:
         """Rounds of the usual alpha on the first whole prompt."""
         if not self.main:
             return ""
-        alpha = min(self.size.alphas, key=lambda a: abs(a - 0.5))
+        alpha = float(usual_alpha(map(str, self.size.alphas)))
         name = rejection_name(alpha, self.size.seeds[0])
         line = self.main[0][name]
         rows = [
@@ -313,7 +313,26 @@ def verdict(methods: Sequence[Searched], found: Sequence[dict[str, Gain | None]]
                 f"alpha {', '.join(pays) or 'none'}; below 1 (it costs more) at "
                 f"{', '.join(loses) or 'none'}"
             )
+            lines += _beside(usual_alpha(m.name for m in methods), dict(known), names[account])
     return "\n".join(lines)
+
+
+def usual_alpha(names: Iterable[str]) -> str:
+    """The paper's usual 0.5, or what is nearest."""
+    return min(names, key=lambda name: abs(float(name) - 0.5))
+
+
+def _beside(usual: str, gains: dict[str, Gain], account: str) -> list[str]:
+    """Which alphas gain less or more than the usual one, prompt by prompt."""
+    if usual not in gains or len(gains) < 2:
+        return []
+    ratios = {n: g.beside(gains[usual]) for n, g in gains.items() if n != usual}
+    less = [name for name, ratio in ratios.items() if ratio is not None and ratio[1] < 1]
+    more = [name for name, ratio in ratios.items() if ratio is not None and ratio[0] > 1]
+    return [
+        f"- {account}, beside alpha {usual} on the same prompts (paired): surely less at "
+        f"{', '.join(less) or 'none'}; surely more at {', '.join(more) or 'none'}"
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
