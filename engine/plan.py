@@ -82,6 +82,17 @@ class Plan:
         return min(self.max_rows, self.pages // pages_for(answer_tokens, self.page_size))
 
 
+def gigabytes(num_bytes: int) -> str:
+    """In GB, to the megabyte; fewer bytes than that to the byte."""
+    return f"{num_bytes / 1e9:.{3 if abs(num_bytes) >= 10**6 else 9}f}"
+
+
+def enough_gigabytes(num_bytes: int) -> str:
+    """The same, rounded up: who gives what is named gives enough."""
+    unit = 10**6 if num_bytes >= 10**6 else 10 ** max(0, len(str(num_bytes)) - 3)
+    return gigabytes((num_bytes // unit + 1) * unit)
+
+
 def pages_for(answer_tokens: int, page_size: int) -> int:
     """Pages of one row; the last sampled token never needs a place in the cache."""
     return max(1, -(-(answer_tokens - 1) // page_size))
@@ -137,8 +148,8 @@ def make_plan(
         missing = int((needed * page_bytes) / (share if keep else 1.0)) - budget_bytes
         raise DoesNotFit(
             f"one row of {max_answer_tokens} answer tokens does not fit: the KV budget is "
-            f"{budget_bytes / 1e9:.3f} GB and {missing / 1e9:.3f} GB more are needed; give a "
-            "larger --kv_cache_gb or --gpu_memory_utilization, or a smaller --max_tokens or "
+            f"{gigabytes(budget_bytes)} GB and {enough_gigabytes(missing)} GB more are needed; "
+            "give a larger --kv_cache_gb or --gpu_memory_utilization, or a smaller --max_tokens or "
             "--max_gen_tokens"
         )
     first_pages = pages_for(first_stretch(page_size, max_answer_tokens), page_size)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine import memory
+from engine.config import ModelConfig
 from engine.decoder import Decoder
 from engine.kv_cache import PagedKV
 from engine.model import Transformer
@@ -33,7 +34,7 @@ from suite.backend import (
 from suite.chat import Chat, generator_chat
 from suite.models import resolve
 from suite.reward_side import Judge, load_judge, make_reward, reading_side
-from suite.run_plan import describe, plan_memory
+from suite.run_plan import check_budget, describe, plan_memory
 from suite.settings import Settings
 
 if TYPE_CHECKING:
@@ -77,8 +78,10 @@ def assemble(settings: Settings, processes: Processes) -> Assembly:
     except (RuntimeError, MemoryError) as error:
         if not memory.is_out_of_memory(error):
             raise
+        given = settings.kv_cache_gb
+        value = "" if given is None else f" (now {given:.10g})"
         raise ValueError(
-            f"out of memory while loading: {memory.in_words(error)}; lower --kv_cache_gb or "
+            f"out of memory while loading: {memory.in_words(error)}; lower --kv_cache_gb{value} or "
             "--gpu_memory_utilization, or take smaller models"
         ) from error
 
@@ -89,6 +92,7 @@ def _assemble(settings: Settings, processes: Processes) -> Assembly:
     places = settings.model_dir, settings.local_files_only
     source = resolve(settings.llm_name, *places, role="generator")
     folder = source.ready()
+    check_budget(settings, ModelConfig.from_folder(folder), dtype, device)
     chat = generator_chat(folder, source.name, settings.prompt_template)
     model, _ = load_model(folder, dtype, device)
     judge = load_judge(settings, dtype, device)

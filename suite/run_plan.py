@@ -8,21 +8,27 @@ the largest forward passes.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from engine import memory
+from engine.config import ModelConfig
 from engine.model import Transformer
 from engine.ops import Ops
 from engine.plan import (
     FIRST_STRETCH_TOKENS,
+    DoesNotFit,
     Plan,
     Round,
     Side,
+    enough_gigabytes,
     first_stretch,
     gpu_step_rows,
     make_plan,
+    pages_for,
 )
 from engine.schedule import Schedule
 from engine.stepper import Sampler, num_buckets, padded
@@ -34,6 +40,59 @@ from suite.settings import Settings
 CPU_KV_BYTES = 250_000_000  # on a CPU speed is the limit, not memory: a few hundred short rows
 CPU_SHARE = 0.25  # of the free memory, where that is less
 LEAST_READ_TOKENS = 4096  # of a pass, at the least, however few rows there are
+
+
+def check_budget(
+    settings: Settings, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Refuses a --kv_cache_gb that can't work, by the generator's config, before weights load.
+
+    What the reward model takes, and what others leave free, shows only later: a value between the
+    bounds here may still be refused by the plan, or when the caches are allocated.
+    """
+    given = settings.kv_cache_gb
+    if given is None:
+        return
+    page, side = PAGE_SIZE[device.type], Side(config, dtype.itemsize, 0)
+    answer = _longest_answer(settings, config)
+    least = pages_for(answer, page) * page * side.token_bytes
+    if int(given * 1e9) < least:
+        raise DoesNotFit(
+            f"--kv_cache_gb must hold one row of {answer} answer tokens, {enough_gigabytes(least)} "
+            f"GB with this model, got {given:.10g}; raise it to that{_for_the_reward(settings)}, "
+            "or lower --max_tokens or --max_gen_tokens"
+        )
+    total, weights = memory.total_bytes(device), config.num_params * dtype.itemsize
+    if int(given * 1e9) > total - weights:
+        raise DoesNotFit(
+            f"--kv_cache_gb must fit beside the generator's weights, {weights / 1e9:.3g} GB of "
+            f"the {total / 1e9:.3g} that this device ({device.type}) has in all, got {given:.10g}; "
+            "lower it, leave it out to use what is free, or take a smaller model"
+        )
+
+
+def _for_the_reward(settings: Settings) -> str:
+    """Who keeps the reward model's cache shares the budget with it."""
+    keeps = _planned_alpha(settings) is not None and settings.reward_cache != "off"
+    return " (and more where the reward model's cache is kept)" if keeps else ""
+
+
+def _longest_answer(settings: Settings, config: ModelConfig) -> int:
+    """Tokens of the longest answer, behind a prompt of one."""
+    bound = min(settings.max_tokens, config.max_positions)
+    return min(settings.max_gen_tokens, bound - 1)
+
+
+@contextmanager
+def _naming_the_budget(settings: Settings) -> Iterator[None]:
+    """A budget that the user gave is named as it was given."""
+    try:
+        yield
+    except DoesNotFit as error:
+        if settings.kv_cache_gb is None:
+            raise
+        given = f"--kv_cache_gb {settings.kv_cache_gb:.10g}"
+        raise DoesNotFit(f"{given} is too small: {error}") from error
 
 
 def plan_memory(
@@ -59,20 +118,21 @@ def plan_memory(
     longest = max(generator.max_prompt, reward.max_prompt if reward else 0)
     chunk = read_chunk_tokens(settings, generator.token_bytes, longest, rows, device.type)
     space = _workspace(model, judge.model if judge else None, ops, sampler, rows, chunk)
-    longest_answer = min(settings.max_gen_tokens, bound - 1)
-    plan = make_plan(
-        _budget_bytes(settings, device, prompts, space),
-        generator,
-        reward,
-        page_size=PAGE_SIZE[device.type],
-        max_answer_tokens=longest_answer,
-        max_rows=_max_rows(settings),
-        alpha=_planned_alpha(settings),
-        rounds=planned_rounds(settings, longest_answer),
-        reward_cache=settings.reward_cache,
-        step_rows=gpu_step_rows(model.config) if device.type == "cuda" else 0.0,
-        chunk_tokens=chunk,
-    )
+    longest_answer = _longest_answer(settings, model.config)
+    with _naming_the_budget(settings):
+        plan = make_plan(
+            _budget_bytes(settings, device, prompts, space),
+            generator,
+            reward,
+            page_size=PAGE_SIZE[device.type],
+            max_answer_tokens=longest_answer,
+            max_rows=_max_rows(settings),
+            alpha=_planned_alpha(settings),
+            rounds=planned_rounds(settings, longest_answer),
+            reward_cache=settings.reward_cache,
+            step_rows=gpu_step_rows(model.config) if device.type == "cuda" else 0.0,
+            chunk_tokens=chunk,
+        )
     return dataclasses.replace(
         plan,
         weight_bytes=weights,

@@ -270,11 +270,15 @@ def test_a_workspace_that_does_not_fit_is_measured_smaller(
     assert texts(made) == texts(expected)
 
 
-def test_caches_that_no_memory_can_hold_are_a_mistake_of_the_command(small_cli: Any) -> None:
+def test_caches_that_no_memory_can_hold_are_a_mistake_of_the_command(
+    small_cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the device's size does not tell before (memory that a container may not use)."""
+    monkeypatch.setattr("engine.memory.total_bytes", lambda device: 1 << 60)
     flags = ["--kv_cache_gb", "1000000", "--batch_size", "100000", "--max_gen_tokens", "400"]
     code, errors = small_cli(*flags)
     assert code == 2 and "Traceback" not in errors
-    assert "out of memory while loading" in errors and "lower --kv_cache_gb" in errors
+    assert "out of memory while loading" in errors and "lower --kv_cache_gb (now 1000000)" in errors
 
 
 def failures(tmp_path: Path) -> list[dict[str, Any]]:

@@ -196,7 +196,8 @@ def test_other_settings_in_the_folder(cli: Any, tmp_path: Path) -> None:
         (["--reward_model_name", "json:nothing_there"], "nothing_there"),
         (["--data_filename", "absent.json"], "absent.json does not exist"),
         (["--output_folder", "/proc/nope"], "can't be written"),
-        (["--kv_cache_gb", "1e-9"], "--kv_cache_gb"),
+        (["--kv_cache_gb", "1e-9"], "must hold one row of 24 answer tokens"),
+        (["--kv_cache_gb", "999999"], "must fit beside the generator's weights"),
         (["--llm_name", "tiny-reward", "--reward_model_name", "tiny-llama"], "is a reward model"),
     ],
 )
@@ -206,6 +207,20 @@ def test_mistakes_are_code_2_and_one_message(cli: Any, flags: list[str], expecte
     assert expected in errors
     assert "Traceback" not in errors
     assert errors.count("main.py: error:") == 1
+
+
+@pytest.mark.parametrize("value", ["1e-9", "999999"])
+def test_a_budget_that_can_not_work_loads_no_weights(
+    cli: Any, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    def load(*given: Any, **more: Any) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr("suite.assembly.load_model", load)
+    code, errors = cli(*SHORT, "--kv_cache_gb", value)
+    said = f"got {float(value):.10g}; "
+    assert code == 2 and "--kv_cache_gb must" in errors and said in errors
+    assert errors.count("main.py: error:") == 1 and "Traceback" not in errors
 
 
 def test_no_chat_template_where_one_is_asked_for(cli: Any, tmp_path: Path) -> None:

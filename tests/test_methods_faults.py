@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -135,10 +136,20 @@ def test_another_architecture_and_dtype_run(tiny_models, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("changes", [{"batch_size": 2}, {"init_batch_size": 2}], ids=str)
 def test_one_row_that_can_not_fit_says_what_is_missing(tiny_models, changes) -> None:
-    """CASES 15: seven pages of 32 tokens at 256 bytes each."""
-    with pytest.raises(ValueError, match=r"0\.000 GB more are needed; give a larger --kv_cache_gb"):
+    """CASES 15: seven pages of 32 tokens at 256 bytes each: 57,344 bytes, said in three digits."""
+    words = r"one row of 200 answer tokens, (\S+) GB with this model, got 5\.6e-05; raise it"
+    with pytest.raises(ValueError, match=words) as refused:
         run_search(tiny_models, kv_cache_gb=56_000e-9, reward=FUNCTION, **changes)
-    assert run_search(tiny_models, kv_cache_gb=57_400e-9, reward=FUNCTION, **changes)
+    enough = float(re.search(words, str(refused.value))[1])
+    assert enough == 57_400e-9
+    assert run_search(tiny_models, kv_cache_gb=enough, reward=FUNCTION, **changes)
+
+
+def test_a_budget_that_the_reward_models_cache_makes_too_small_is_named(tiny_models) -> None:
+    """Seen only beside both models: enough for a row, not for a row and what is kept of it."""
+    with pytest.raises(ValueError, match=r"^--kv_cache_gb 6e-05 is too small: .*0\.000060000 GB"):
+        run_search(tiny_models, kv_cache_gb=60_000e-9, reward_cache="on")
+    assert run_search(tiny_models, kv_cache_gb=60_000e-9, reward_cache="off")
 
 
 def test_the_kv_budget_decides_over_rows_and_waves(tiny_models, best_of_16) -> None:

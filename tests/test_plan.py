@@ -10,6 +10,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from benchmarks.shapes import SHAPES
 from engine import memory
 from engine.config import ModelConfig, RopeConfig
 from engine.plan import (
@@ -18,13 +19,14 @@ from engine.plan import (
     Plan,
     Round,
     Side,
+    enough_gigabytes,
     first_stretch,
     make_plan,
     pages_for,
 )
 from engine.stepper import bucket, num_buckets
 from engine.workspace import Workspace
-from suite.run_plan import _recording, planned_rounds, read_chunk_tokens
+from suite.run_plan import _recording, check_budget, planned_rounds, read_chunk_tokens
 from suite.settings import Settings
 
 
@@ -292,3 +294,21 @@ def test_the_schedule_decides_about_the_cache_by_predicted_time() -> None:
     assert plan.why == f"keeping is predicted {ratio:.2f} times faster over 10 rounds"
     once = make_plan(10**9, LLAMA_8B, LLAMA_8B, **request, rounds=[Round(320, 1.0)])
     assert not once.keep_reward_cache, "half of the rows, for nothing"
+
+
+@given(st.integers(1, 10**14))
+def test_the_gigabytes_that_a_message_asks_for_are_enough_and_little_more(num_bytes: int) -> None:
+    asked = int(float(enough_gigabytes(num_bytes)) * 1e9)
+    assert num_bytes <= asked <= num_bytes * 1.1 + 10**6
+
+
+def test_a_budget_is_checked_by_the_config_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8B shapes: 131,072 bytes a token, 2,047 tokens in pages of 4; weights of 16.1 GB."""
+    monkeypatch.setattr("engine.memory.total_bytes", lambda device: 80 * 10**9)
+    given = SHAPES["llama-3-8b"], torch.bfloat16, torch.device("cuda")
+    for gigabytes in (None, 0.269, 63.9):
+        check_budget(Settings(kv_cache_gb=gigabytes), *given)
+    with pytest.raises(DoesNotFit, match="2047 answer tokens, 0.269 GB with this model, got 0.26;"):
+        check_budget(Settings(kv_cache_gb=0.26), *given)
+    with pytest.raises(DoesNotFit, match=r"16\.1 GB of the 80 .* \(cuda\) has in all, got 64;"):
+        check_budget(Settings(kv_cache_gb=64), *given)
