@@ -148,10 +148,25 @@ class _Parser(argparse.ArgumentParser):
             # the others leave the machine's first process the time to print it.
             time.sleep(3)
             raise SystemExit(2)
-        message = re.sub(r"^argument --\w+: (?=--)", "", message) + self._suggestion(message)
+        message = self._in_our_words(message) + self._suggestion(message)
         print(f"main.py: error: {message}", file=sys.stderr)
         print("main.py: all flags: python main.py --help", file=sys.stderr)
         raise SystemExit(2)
+
+    def _in_our_words(self, message: str) -> str:
+        """argparse's own faults name no remedy; the rules of suite/flags.py do already."""
+        parts = re.match(r"argument (--\w+): (.*)", message, re.DOTALL)
+        if not parts or parts[2].startswith("--"):
+            return parts[2] if parts else message
+        flag, fault = parts[1], parts[2]
+        action = self._option_string_actions[flag]
+        if fault == "expected one argument":
+            value = action.metavar or "|".join(action.choices)
+            meaning = action.help.replace("%%", "%")
+            return f"{flag} {fault}, got none; give {flag} {value}: {meaning}"
+        if value := re.fullmatch(r"ignored explicit argument (.*)", fault, re.DOTALL):
+            return f"{flag} takes no value, got {value[1][:80]}; leave the value out"
+        return f"{flag}: {fault}"
 
     def _suggestion(self, message: str) -> str:
         unknown = re.match(r"unrecognized arguments: (--\w+)", message)

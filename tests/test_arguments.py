@@ -127,7 +127,11 @@ def test_bad_rejection_values(line: str, expected: str, capsys: pytest.CaptureFi
         ("--batch 3", "unrecognized arguments: --batch"),  # no abbreviations
         ("--batchsize 3", "did you mean --batch_size?"),
         ("stray", "unrecognized arguments: stray"),
-        ("--seed", "expected one argument"),
+        ("--seed", "--seed expected one argument, got none; give --seed N: process r draws"),
+        ("--alpha --refill", "got none; give --alpha A: rejection rate: a round keeps the best"),
+        ("--dtype", "got none; give --dtype bfloat16|float16|float32: of weights"),
+        ("--refill=3", "--refill takes no value, got '3'; leave the value out"),
+        ("--dtype int8", "--dtype: invalid choice: 'int8' (choose from 'bfloat16', "),
     ],
 )
 def test_bad_values(line: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
