@@ -14,18 +14,22 @@ from __future__ import annotations
 
 import argparse
 import gc
+import io
 import json
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.shapes import SHAPES, random_model
+from engine.plan import DoesNotFit
 from generator import Generator
 from rewards.heads import LinearHead
 from rewards.loading import RewardModel
@@ -34,7 +38,15 @@ from suite.chat import Chat, Format, load_tokenizer
 from suite.models import resolve
 from suite.progress import Progress
 from suite.prompts import Prompt
+from suite.run_plan import check_budget
+from suite.settings import Settings
 
+# Flags of main.py that are about files, models or records: a run here has none of them.
+NO_EFFECT = (
+    *("data_filename", "output_folder", "num_prompts", "parallel", "pretty_print_output"),
+    *("llm_name", "reward_model_name", "model_dir", "local_files_only", "dtype"),
+    *("prompt_template", "reward_timeout", "value_head", "log_hidden", "record_memory"),
+)
 SMOLLM2_VOCAB = SHAPES["smollm2-135m"].vocab_size
 
 
@@ -82,25 +94,125 @@ def another_chat(generator: Chat, vocab: int) -> Chat:
     return Chat(tokenizer, Format("", "<|end|>", "<|end|>"))
 
 
+class _Parser(argparse.ArgumentParser):
+    """One line an error; nothing is built before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"bench_run.py: error: {' '.join(message.split())}\n")
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """The command line, `settings` of each run included. A mistake ends in exit code 2."""
+    parser = _Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3-8b")
     parser.add_argument("--reward_shape", choices=sorted(SHAPES))
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--text", action="store_true", help="two tokenizers instead of ids")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=1, help="after a first run that records")
-    parser.add_argument("--runs", nargs="+", required=True, help="flags of main.py, one run each")
-    args = parser.parse_args(argv)
-    if args.text and SHAPES[args.shape].vocab_size < SMOLLM2_VOCAB:
-        parser.error(f"--text needs a --shape with {SMOLLM2_VOCAB} tokens or more")
+    parser.add_argument("--runs", nargs="*", required=True, help="flags of main.py, one run each")
+    known = {*parser._option_string_actions}
+    args = parser.parse_args(_runs_apart(sys.argv[1:] if argv is None else argv, known))
+    args.runs = [flags.strip() for flags in args.runs]
+    try:
+        args.device = checked_device(args.device)
+        _check_sizes(args)
+        args.settings = [settings_of(flags) for flags in args.runs]
+        for flags, settings in zip(args.runs, args.settings, strict=True):
+            _check_run(flags, settings, args)
+    except ValueError as error:
+        parser.error(str(error))
     return args
 
 
-def one_run(flags: str, args: argparse.Namespace, model, judge: RewardModel) -> dict:
+def _runs_apart(argv: Sequence[str], known: set[str]) -> list[str]:
+    """A run of one flag looks like a flag of this command: a blank before it says that it isn't."""
+    words: list[str] = []
+    for word in argv:
+        flag = word.startswith("-") and word.split("=")[0] not in known
+        words.append(f" {word}" if flag and "--runs" in words else word)
+    return words
+
+
+def checked_device(name: str) -> torch.device:
+    """Raises ValueError for a device that is not here."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"--device must be cpu or cuda, got {name!r}; leave it out") from error
+    there = device.type == "cpu" or (
+        device.type == "cuda" and (device.index or 0) < torch.cuda.device_count()
+    )
+    if not there:
+        raise ValueError(
+            f"--device must be cpu or one of {torch.cuda.device_count()} GPUs here, got {name!r}; "
+            "leave it out"
+        )
+    return device
+
+
+def _check_sizes(args: argparse.Namespace) -> None:
+    for name, least in (("prompt", 1), ("repeats", 0)):
+        if (value := getattr(args, name)) < least:
+            raise ValueError(f"--{name} must be at least {least}, got {value}; raise it")
+    if not args.runs:
+        raise ValueError("--runs needs flags of main.py, quoted, one text a run, got none")
+    if args.text and SHAPES[args.shape].vocab_size < SMOLLM2_VOCAB:
+        raise ValueError(
+            f"--text needs a --shape with {SMOLLM2_VOCAB} tokens or more, got {args.shape}"
+        )
+
+
+def settings_of(flags: str) -> Settings:
+    """A run's settings by main.py's own rules. Raises ValueError with its message."""
+    said = io.StringIO()
+    try:
+        words = shlex.split(flags)
+        if not words:
+            raise ValueError("holds no flag; --batch_size 20 is what main.py does without any")
+        with redirect_stderr(said), redirect_stdout(io.StringIO()):
+            settings = arguments.parse([*words, "--ignore_stop"])
+    except ValueError as error:
+        raise ValueError(f"--runs {flags!r}: {error}") from error  # a quotation that is open, too
+    except SystemExit as end:
+        message = said.getvalue().partition("\n")[0].removeprefix("main.py: error: ")
+        reason = message or "asks for main.py's help; leave that out"
+        raise ValueError(f"--runs {flags!r}: {reason}") from end
+    default = Settings()
+    for name in NO_EFFECT:
+        if (value := getattr(settings, name)) != getattr(default, name):
+            given = f"--{name}" + ("" if value is True else f" {value}")
+            raise ValueError(
+                f"--runs {flags!r}: {given} is about files or models that a run here does not "
+                "have; leave it out"
+            )
+    return settings
+
+
+def _check_run(flags: str, settings: Settings, args: argparse.Namespace) -> None:
+    """What can be told by the shapes alone: the prompt's place and the budget."""
+    shapes = [SHAPES[args.shape], SHAPES[args.reward_shape or args.shape]]
+    bound = min(settings.max_tokens, *(shape.max_positions for shape in shapes))
+    if args.prompt >= bound:
+        raise ValueError(
+            f"--prompt must be less than the {bound} tokens of prompt and answer in --runs "
+            f"{flags!r}, got {args.prompt}; lower it, or raise --max_tokens where the shape can"
+        )
+    try:
+        check_budget(settings, shapes[0], dtype_on(args.device), args.device)
+    except ValueError as error:
+        raise ValueError(f"--runs {flags!r}: {error}") from error
+
+
+def dtype_on(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def one_run(
+    flags: str, settings: Settings, args: argparse.Namespace, model, judge: RewardModel
+) -> dict:
     """Run a prompt with these flags; what the JSON object records, in short."""
     device = model.device
-    settings = arguments.parse([*shlex.split(flags), "--ignore_stop"])
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
@@ -166,14 +278,18 @@ def measured(generator: Generator, prompt: Prompt, progress: Progress) -> tuple[
 @torch.inference_mode()
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    device = torch.device(args.device)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    device, dtype = args.device, dtype_on(args.device)
     model = random_model(args.shape, dtype, device)
     backbone = random_model(args.reward_shape or args.shape, dtype, device, seed=1)
     weight = torch.randn(1, backbone.config.hidden_size, device=device)
     rows = []
-    for flags in args.runs:
-        row = one_run(flags, args, model, RewardModel(backbone, LinearHead(weight), None))
+    for flags, settings in zip(args.runs, args.settings, strict=True):
+        judge = RewardModel(backbone, LinearHead(weight), None)
+        try:
+            row = one_run(flags, settings, args, model, judge)
+        except DoesNotFit as error:  # seen only beside both models
+            print(f"bench_run.py: error: --runs {flags!r}: {error}", file=sys.stderr)
+            return 2
         rows.append(row)
         ratio = row["peak_memory_bytes"] / row["predicted_peak_bytes"]
         first = row["first"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -163,9 +164,62 @@ def test_bench_run_tells_the_seconds_of_text(capsys):
     assert bench_run.main([*argv, "--text", "--runs", "--batch_size 8 --max_gen_tokens 3"]) == 0
     (row,) = last_json(capsys)["rows"]
     assert 0 < min(row["text_wait_sec"], row["text_sec"]) < row["elapsed_sec"] / 2
+
+
+RUN = "--batch_size 2 --max_gen_tokens 3"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--shape", "nope", "--runs", RUN], "invalid choice: 'nope' (choose from 'llama-3-8b'"),
+        (["--text", "--runs", RUN], "--text needs a --shape with 49152 tokens or more, got tiny"),
+        (["--repeats", "-1", "--runs", RUN], "--repeats must be at least 0, got -1"),
+        (["--prompt", "0", "--runs", RUN], "--prompt must be at least 1, got 0"),
+        (["--prompt", "2048", "--runs", RUN], f"less than the 2048 tokens .* '{RUN}', got 2048"),
+        (["--prompt", "4096", "--runs", f"{RUN} --max_tokens 9999"], "less than the 4096 tokens"),
+        (["--device", "foo", "--runs", RUN], "--device must be cpu or cuda, got 'foo'"),
+        (["--device", "cuda:99", "--runs", RUN], "--device must be cpu or one of .* 'cuda:99'"),
+        (["--runs"], "--runs needs flags of main.py, quoted, one text a run, got none"),
+        (["--runs", RUN, ""], "--runs '': holds no flag; --batch_size 20 is what"),
+        (["--runs", RUN, "--nope 3"], "--runs '--nope 3': unrecognized arguments: --nope 3"),
+        (["--runs", "--batch_size x"], "--batch_size must be an integer .*, got 'x'; it is N"),
+        (["--runs", "--seed"], "--runs '--seed': --seed expected one argument, got none; give"),
+        (["--runs", "--dtype 'x"], "No closing quotation"),
+        (["--runs", f"{RUN} -h"], "asks for main.py's help"),
+        (["--runs", f"{RUN} --log_hidden"], "--log_hidden is about files or models that a run"),
+        (["--runs", f"{RUN} --kv_cache_gb 1e-9"], "hold one row of 3 .*, got 1e-09; raise it"),
+        (["--runs", f"{RUN} --kv_cache_gb 999999"], "must fit beside .*, got 999999; lower it"),
+    ],
+)
+def test_bench_run_refuses_what_is_none_before_it_builds(capsys, monkeypatch, flags, expected):
+    def build(*given, **more):
+        raise AssertionError("a model was built")
+
+    monkeypatch.setattr(bench_run, "random_model", build)
     with pytest.raises(SystemExit) as refused:
-        bench_run.main(["--shape", "tiny", "--text", "--runs", ""])
-    assert refused.value.code == 2
+        bench_run.main(["--shape", "tiny", *flags])
+    errors = capsys.readouterr().err
+    assert refused.value.code == 2 and errors.count("\n") == 1
+    assert errors.startswith("bench_run.py: error: ") and re.search(
+        re.escape(expected).replace(r"\.\*", ".*"), errors
+    )
+
+
+def test_bench_run_names_a_budget_that_the_reward_models_cache_makes_too_small(capsys):
+    run = "--speculative_rejection --max_gen_tokens 60 --kv_cache_gb 0.000035 --reward_cache"
+    argv = ["--shape", "tiny", "--prompt", "9", "--repeats", "0", "--runs"]
+    assert bench_run.main([*argv, f"{run} on"]) == 2
+    assert "--kv_cache_gb 3.5e-05 is too small" in capsys.readouterr().err
+    assert bench_run.main([*argv, f"{run} off"]) == 0
+
+
+def test_bench_run_takes_a_run_of_one_flag():
+    """As its own help has it: what is no flag of the benchmark belongs to a run."""
+    argv = ["--runs", "--batch_size 2", "--speculative_rejection", "--repeats", "0"]
+    args = bench_run.parse(["--shape", "tiny", *argv])
+    assert args.runs == ["--batch_size 2", "--speculative_rejection"] and args.repeats == 0
+    assert [settings.speculative_rejection for settings in args.settings] == [False, True]
 
 
 def test_bench_rejection_times_drops_and_forks(capsys):
