@@ -69,7 +69,7 @@ def merge(runs: Sequence[Run], target: Path) -> bool:
     for run in runs:
         complete &= run.prompts.keys()
         if missing := sorted(every - run.prompts.keys()):
-            text = "%s: prompts %s are missing in %s, not merged"
+            text = "%s: prompts with JSON_idx %s are missing in %s, not merged"
             LOG.warning(text, target.name, brief(missing), run.name)
     written = 0
     for idx in sorted(complete):

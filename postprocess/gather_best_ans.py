@@ -44,7 +44,8 @@ def best_answers(run: Run) -> list[dict[str, Any]]:
         )
     if nameless:
         LOG.warning(
-            "%s: prompts %s left out, their files hold no prompt text", run.name, brief(nameless)
+            "%s: prompts with JSON_idx %s left out, their files hold no prompt text",
+            *(run.name, brief(nameless)),
         )
     return rows
 

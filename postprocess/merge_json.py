@@ -118,7 +118,8 @@ def unique(rows: Rows) -> Rows:
         else:
             seen[row["instruction"]] = row
     if twice:
-        LOG.warning("%s: prompts %s repeat an instruction, left out", full_name(rows), brief(twice))
+        text = "%s: prompts with JSON_idx %s repeat an instruction, left out"
+        LOG.warning(text, full_name(rows), brief(twice))
     return list(seen.values())
 
 
@@ -157,9 +158,8 @@ def merge(files: Sequence[Rows], base: Rows, all_seeds: bool) -> tuple[Rows, Row
     for rows in [reference, *compared]:
         gone = [row["JSON_idx"] for row in rows if row["instruction"] not in common]
         if gone:
-            LOG.warning(
-                "%s: prompts %s left out, another run lacks them", full_name(rows), brief(gone)
-            )
+            text = "%s: prompts with JSON_idx %s left out, another run lacks them"
+            LOG.warning(text, full_name(rows), brief(gone))
     if not common:
         raise Refused(
             f"{full_name(base)}: no instruction is in all runs; compare runs on the same prompts: "

@@ -95,7 +95,8 @@ def score_ranges(base: Run) -> dict[int, float]:
             flat.append(idx)
     if flat:
         LOG.warning(
-            "%s: prompts %s left out, all scores of the base are equal", base.name, brief(flat)
+            "%s: prompts with JSON_idx %s left out, all scores of the base are equal",
+            *(base.name, brief(flat)),
         )
     return ranges
 
@@ -106,7 +107,8 @@ def paired(base: Run, run: Run, ranges: dict[int, float]) -> list[int]:
     for one, other in ((base, run), (run, base)):
         if missing := sorted(one.prompts.keys() - other.prompts.keys()):
             LOG.warning(
-                "%s: prompts %s of %s are missing, left out", other.name, brief(missing), one.name
+                "%s: lacks prompts that %s has, left out: JSON_idx %s",
+                *(other.name, one.name, brief(missing)),
             )
     texts = {idx: (base.prompts[idx].prompt, run.prompts[idx].prompt) for idx in both}
     other = [
@@ -114,7 +116,8 @@ def paired(base: Run, run: Run, ranges: dict[int, float]) -> list[int]:
     ]
     if other:
         LOG.warning(
-            "%s: prompts %s are other texts than in %s, left out", run.name, brief(other), base.name
+            "%s: prompts with JSON_idx %s are other texts than in %s, left out",
+            *(run.name, brief(other), base.name),
         )
     return [idx for idx in both if idx in ranges and idx not in set(other)]
 

@@ -196,7 +196,7 @@ def test_zero_range_is_left_out_by_name(tmp_path: Path, caplog: pytest.LogCaptur
     assert plot_compare.main([str(tmp_path), "--out", str(tmp_path / "o")]) == 0
     row = rows_of(tmp_path / "o")["Bo2"]
     assert [float(row[k]) for k in ("prompts", "score", "relative_time")] == [1, 50, 0.5]
-    assert "prompts 2 left out, all scores of the base are equal" in caplog.text
+    assert "prompts with JSON_idx 2 left out, all scores of the base are equal" in caplog.text
 
 
 def test_all_ranges_zero_is_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -223,8 +223,9 @@ def test_missing_prompts_are_paired_by_index(
     keys = ("prompts", "score", "relative_time", "relative_gpu_compute")
     assert [float(row[k]) for k in keys] == [1, 75, 0.25, 0.125]
     assert (row["score_low"], row["score_high"]) == ("", "")
-    assert f"SpR_alpha_0.3_{PAIR}_0: prompts 1 of Bo8_{PAIR}_0 are missing" in caplog.text
-    assert f"Bo8_{PAIR}_0: prompts 3 of SpR_alpha_0.3_{PAIR}_0 are missing" in caplog.text
+    spr, base = f"SpR_alpha_0.3_{PAIR}_0", f"Bo8_{PAIR}_0"
+    assert f"{spr}: lacks prompts that {base} has, left out: JSON_idx 1\n" in caplog.text
+    assert f"{base}: lacks prompts that {spr} has, left out: JSON_idx 3\n" in caplog.text
     assert "the methods do not have the same prompts" in caplog.text
 
 
@@ -239,7 +240,7 @@ def test_other_text_under_one_index_is_no_pair(
     write_run(archive, "other", prompts)
     assert plot_compare.main([str(archive), "--out", str(tmp_path / "o")]) == 0
     assert rows_of(tmp_path / "o")["SpR_alpha_0.3"]["prompts"] == "1"
-    assert "prompts 2 are other texts" in caplog.text
+    assert "prompts with JSON_idx 2 are other texts" in caplog.text
 
 
 def test_other_sampling_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -114,7 +114,7 @@ def test_prompt_that_a_run_lacks_is_named(tmp_path: Path, caplog: pytest.LogCapt
     item = [make_object(2, [0, 1], 1, rank=r, num_processes=2) for r in range(2)]
     (folder / f"{PAIR}_prompt_0002.json").write_text(json.dumps(item))
     assert concat_json.main([str(tmp_path)]) == 1
-    assert f"prompts 2 are missing in Bo4_{PAIR}_2, not merged" in caplog.text
+    assert f"prompts with JSON_idx 2 are missing in Bo4_{PAIR}_2, not merged" in caplog.text
     assert [p.name for p in (tmp_path / f"Bo8_{PAIR}_0").iterdir()] == [f"{PAIR}_prompt_0001.json"]
 
 

@@ -22,7 +22,7 @@ def test_answers_to_prompts_that_no_file_names_are_left_out(
     write_run(tmp_path / "archive", "nameless", {3: [item]})
     out = tmp_path / "results"
     assert gather_best_ans.main([str(tmp_path / "archive"), "--out", str(out)]) == 1
-    assert "prompts 3 left out, their files hold no prompt text" in caplog.text
+    assert "prompts with JSON_idx 3 left out, their files hold no prompt text" in caplog.text
     assert not list(out.glob("*.json"))
 
 
@@ -59,8 +59,8 @@ def test_merge_keeps_what_all_have(tmp_path: Path, caplog: pytest.LogCaptureFixt
     for kind in ("compare", "ref"):
         rows = json.loads((tmp_path / "w" / f"{PAIR}_{kind}.json").read_text())
         assert [row["JSON_idx"] for row in rows] == [2]
-    assert "prompts 1 left out, another run lacks them" in caplog.text
-    assert "prompts 3 repeat an instruction" in caplog.text
+    assert "prompts with JSON_idx 1 left out, another run lacks them" in caplog.text
+    assert "prompts with JSON_idx 3 repeat an instruction" in caplog.text
 
 
 def test_merge_seeds_and_base(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
