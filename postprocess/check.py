@@ -1,8 +1,10 @@
 """What archive/ holds: one line a run, then every fault by name.
 
-Missing: prompts of the run's prompt file, where that file is there, else prompts that another run
-of the same models has. Unreadable: files that are not valid. Mixed: settings, process counts or
-prompt numbers that do not belong together.
+Missing, by one rule for every method: prompts that the run's own files ask for, which name the
+prompt file and how many of it (`num_prompts`; where a resume asked for more, the most). Where that
+file is not here: prompts that another run of the same models has, unless the run has as many as it
+asked for. Unreadable: files that are not valid. Mixed: settings, process counts or prompt numbers
+that do not belong together.
 
 Exit codes: 0 all complete; 1 something is missing or wrong; 2 no runs.
 """
@@ -20,7 +22,7 @@ if __package__ in (None, ""):
 
 from postprocess.command import EXIT_OK, EXIT_WRONG, PROJECT, guarded, parser, table
 from postprocess.reading import MAX_FILE_BYTES, shown
-from postprocess.runs import Run, by_pair, find_folders, load_run
+from postprocess.runs import Run, by_pair, find_folders, load_run, passed_over
 from postprocess.stats import brief
 from suite.prompts import load_prompts
 
@@ -31,21 +33,41 @@ WRONG = ("unreadable", "mixed", "failed")
 
 def prompts_wanted(run: Run, siblings: Iterable[Run]) -> tuple[set[int], str]:
     """JSON_idx that the run should have, and where that is known from."""
-    for result in run.prompts.values():
-        name = result.settings.get("data_filename")
-        if isinstance(name, str) and (listed := _prompt_file(name)):
-            limit = result.settings.get("num_prompts")
-            return set(listed[:limit] if isinstance(limit, int) else listed), name
-        break
+    asked = _asked(run)
+    listed = {name: found for name in asked if (found := _prompt_file(name))}
+    if asked and len(listed) == len(asked):
+        wanted = {idx for name, found in listed.items() for idx in found[: asked[name]]}
+        return wanted, " and ".join(_part(name, asked[name]) for name in asked)
+    counts = asked.values()
+    skipped = sum(problem.kind == "skipped" for problem in run.problems)
+    if asked and None not in counts and len(run.prompts) + skipped >= sum(counts):
+        return set(run.prompts), " and ".join(_part(name, asked[name]) for name in asked)
     every = set().union(*(other.prompts.keys() for other in siblings))
-    return every, "the other runs"
+    absent = ", ".join(shown(name) for name in asked if name not in listed)
+    return every, "the other runs" + (f", as {absent} is not here" if absent else "")
+
+
+def _asked(run: Run) -> dict[str, int | None]:
+    """Prompt files that the run's files name, and how many prompts of each (None: all)."""
+    asked: dict[str, int | None] = {}
+    for result in run.prompts.values():
+        name, limit = (result.settings.get(key) for key in ("data_filename", "num_prompts"))
+        if isinstance(name, str):
+            limit = limit if isinstance(limit, int) and limit > 0 else None
+            before = asked.get(name, limit)
+            asked[name] = None if None in (before, limit) else max(before, limit)
+    return asked
+
+
+def _part(name: str, limit: int | None) -> str:
+    return shown(name) if limit is None else f"the first {limit} of {shown(name)}"
 
 
 def _prompt_file(name: str) -> list[int] | None:
-    """The JSON_idx of a prompt file that lies here; a data set's id asks no hub."""
-    path = Path(name) if Path(name).is_absolute() else PROJECT / name
+    """The JSON_idx of a prompt file, found as main.py finds it; a data set's id asks no hub."""
+    path = next((path for path in (Path(name), PROJECT / name) if path.is_file()), None)
     try:
-        if not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
+        if path is None or path.stat().st_size > MAX_FILE_BYTES:
             return None
         return [prompt.json_idx for prompt in load_prompts(str(path), local_files_only=True)]
     except (OSError, ValueError):
@@ -75,7 +97,7 @@ def work(args: argparse.Namespace) -> int:
             )
             faults += [f"{shown(run.folder.name)}: {p.kind}: {p.text}" for p in run.problems]
             if missing:
-                text = f"missing: {brief(missing)} (of {shown(source)})"
+                text = f"missing: JSON_idx {brief(missing)} (of {source})"
                 faults.append(f"{shown(run.folder.name)}: {text}")
             if not run.prompts:
                 faults.append(f"{shown(run.folder.name)}: no usable prompt")
@@ -83,7 +105,17 @@ def work(args: argparse.Namespace) -> int:
     if faults:
         print("\n" + "\n".join(faults))
     print(f"\n{len(runs)} runs, {wrong} of them wrong")
+    _say_passed_over(args.places, runs)
     return EXIT_WRONG if wrong else EXIT_OK
+
+
+def _say_passed_over(places: Sequence[Path], runs: Sequence[Run]) -> None:
+    """Such as archive/demo/, once the archive holds other runs."""
+    if left := passed_over(places, [run.folder for run in runs]):
+        names = brief([shown(folder, 300) for folder in left])
+        print(
+            f"not checked, since other runs lie nearer: {names}; name these folders to check them"
+        )
 
 
 def _skipped(idx: int, names: set[str]) -> bool:

@@ -152,6 +152,14 @@ def find_folders(places: Sequence[Path]) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
+def passed_over(places: Sequence[Path], found: Sequence[Path]) -> list[Path]:
+    """Runs up to two levels below `places` that `find_folders` left out for nearer ones."""
+    taken = {folder.resolve() for folder in found}
+    below = [sub for place in places for sub in _subfolders(place)]
+    below += [deeper for sub in below for deeper in _subfolders(sub)]
+    return [folder for folder in _runs_among(below) if folder.resolve() not in taken]
+
+
 def _subfolders(folder: Path) -> list[Path]:
     try:
         return [sub for sub in sorted(folder.iterdir()) if sub.is_dir() and sub.name[0] != "."]

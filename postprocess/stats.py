@@ -122,7 +122,7 @@ def paired(base: Run, run: Run, ranges: dict[int, float]) -> list[int]:
     return [idx for idx in both if idx in ranges and idx not in set(other)]
 
 
-def brief(numbers: Sequence[int], limit: int = 12) -> str:
+def brief(numbers: Sequence[int | str], limit: int = 12) -> str:
     """`1, 2, 3 and 97 more`."""
     head = ", ".join(str(number) for number in numbers[:limit])
     return head if len(numbers) <= limit else f"{head} and {len(numbers) - limit} more"
