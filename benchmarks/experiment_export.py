@@ -36,7 +36,7 @@ def export(report: Report, target: Path, data_filename: str) -> list[Path]:
     stored = report.archive.settings()
     names = {field.name for field in dataclasses.fields(Settings)}
     kept = {key: value for key, value in stored.items() if key in names - {"seed"}}
-    base = Settings(**kept, data_filename=data_filename)
+    base = Settings(**kept | {"data_filename": data_filename})
     sessions = report.archive.sessions()
     just_fit = sessions[-1]["just_fit_bytes"] if sessions else None
     done = []
