@@ -19,7 +19,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
@@ -165,19 +165,17 @@ def _check_sizes(args: argparse.Namespace) -> None:
 
 def settings_of(flags: str) -> Settings:
     """A run's settings by main.py's own rules. Raises ValueError with its message."""
-    said = io.StringIO()
     try:
         words = shlex.split(flags)
         if not words:
             raise ValueError("holds no flag; --batch_size 20 is what main.py does without any")
-        with redirect_stderr(said), redirect_stdout(io.StringIO()):
-            settings = arguments.parse([*words, "--ignore_stop"])
+        with redirect_stdout(io.StringIO()):
+            settings = arguments.settings_of([*words, "--ignore_stop"])
     except ValueError as error:
         raise ValueError(f"--runs {flags!r}: {error}") from error  # a quotation that is open, too
     except SystemExit as end:
-        message = said.getvalue().partition("\n")[0].removeprefix("main.py: error: ")
-        reason = message or "asks for main.py's help; leave that out"
-        raise ValueError(f"--runs {flags!r}: {reason}") from end
+        asked = "asks for main.py's help; leave that out"
+        raise ValueError(f"--runs {flags!r}: {asked}") from end
     default = Settings()
     for name in NO_EFFECT:
         if (value := getattr(settings, name)) != getattr(default, name):

@@ -38,10 +38,16 @@ if __package__ in (None, ""):
 from benchmarks import experiment_report
 from benchmarks.experiment_lines import Archive, claimed, failed_line, line_of
 from benchmarks.experiment_plan import Config, Size, groups, tasks
+from suite.arguments import settings_of
+from suite.files import NotWritten
 from suite.prompts import Prompt, load_prompts
 from suite.settings import Settings
 
 log = logging.getLogger("experiment")
+SHARED_FLAGS = (  # of main.py, with its rules
+    *("llm_name", "reward_model_name", "model_dir", "dtype", "data_filename"),
+    *("max_tokens", "max_gen_tokens", "reward_cache"),
+)
 ORDER_SEED = 0  # prompts are shuffled: those of a stopped run are a sample of all
 
 
@@ -140,16 +146,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         size = Size(**{f.name: _tupled(getattr(args, f.name)) for f in fields(Size)})
-        prompts = _prompts(args)
+        base, prompts = _base(args), _prompts(args)
         with claimed(args.out):
-            run = Run(args, _base(args), size, prompts)
+            run = Run(args, base, size, prompts)
             number = run.go() if run.left else 0
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, NotWritten) as error:
         print(f"experiment.py: error: {error}", file=sys.stderr)
         return 2
     pictures = [] if args.pictures else ["--no_pictures"]
     code = experiment_report.main([str(args.out), *pictures])
-    return 0 if number < len(run.left) else code  # a part may have no whole prompt yet
+    return 0 if code == 1 and number < len(run.left) else code  # a part: none is whole yet
 
 
 def _prompts(args: argparse.Namespace) -> list[Prompt]:
@@ -170,17 +176,14 @@ def _tupled(value: Any) -> Any:
 
 
 def _base(args: argparse.Namespace) -> Settings:
-    return Settings(
-        llm_name=args.llm_name,
-        reward_model_name=args.reward_model_name,
-        model_dir=args.model_dir,
-        dtype=args.dtype,
-        max_tokens=args.max_tokens,
-        max_gen_tokens=args.max_gen_tokens,
-        reward_cache=args.reward_cache,
-        data_filename=args.data_filename,
-        local_files_only=args.local_files_only,
-    )
+    """By main.py's own rules; ValueError for what it would refuse."""
+    words = ["--local_files_only"] if args.local_files_only else []
+    for name in SHARED_FLAGS:
+        if (value := getattr(args, name)) is not None:
+            words.append(f"--{name}={value}")
+    for seed in args.seeds:
+        settings_of([*words, f"--seed={seed}"])
+    return settings_of(words)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -20,7 +20,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.experiment_plan import FILES, PARTIAL, POOL, SELF_POOL, Config, Size
-from benchmarks.experiment_whole import ROUND_FIELDS, is_whole
+from benchmarks.experiment_whole import (
+    ROUND_FIELDS,
+    is_whole,
+    is_whole_session,
+    wrong_settings,
+)
 from postprocess.stats import spearman
 from suite.files import FolderLock, InUse, dumps_strict, fingerprint, json_lines, write_whole
 from suite.prompts import Prompt
@@ -67,24 +72,29 @@ class Archive:
 
     def claim(self, base: Settings, size: Size, prompts: Sequence[Prompt]) -> None:
         """Makes the folder this experiment's; ValueError where it is another's."""
-        for name in (SETTINGS, PROMPTS):
-            if self.done and not (self.folder / name).exists():
-                raise ValueError(
-                    f"--out {self.folder} has results but no {name}: what they were made with is "
-                    "not known; bring that file back, or give another folder"
-                )
+        if self.done and not (self.folder / SETTINGS).exists():
+            raise ValueError(
+                f"--out {self.folder} has results but no {SETTINGS}: what they were made with is "
+                "not known; bring that file back, or give another folder"
+            )
         self._claim_settings(base, size)
-        known = self.check_prompts(prompts)
+        known = self.check_prompts(prompts) if self.done else {}
         known |= {str(prompt.json_idx): fingerprint(prompt.prompt) for prompt in prompts}
         write_whole(self.folder / PROMPTS, json.dumps(known, indent=1) + "\n")
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> dict[str, str]:
-        """Fingerprints by JSON_idx; ValueError where a prompt's text is another one there."""
+        """Fingerprints by JSON_idx; ValueError where an answered prompt has another text there."""
         path = self.folder / PROMPTS
+        if not path.exists():
+            log.warning("%s is missing: whether prompts are the same can't be told", path)
         known = _object_in(path) if path.exists() else {}
+        answered = {idx for idx, _ in self.done}
         for prompt in prompts:
             idx = str(prompt.json_idx)
-            if known.get(idx, own := fingerprint(prompt.prompt)) != own:
+            if (
+                prompt.json_idx in answered
+                and known.get(idx, own := fingerprint(prompt.prompt)) != own
+            ):
                 raise ValueError(
                     f"--data_filename: prompt {idx} has another text than the one that "
                     f"{self.folder} holds answers to; give that file, or another folder"
@@ -97,7 +107,7 @@ class Archive:
             for key, value in dataclasses.asdict(size).items()
         }
         path = self.folder / SETTINGS
-        if not path.exists():
+        if not self.done:  # nothing is lost, a mistyped first command included
             write_whole(path, json.dumps(mine, indent=1, allow_nan=False) + "\n")
             return
         theirs = self.settings()
@@ -110,7 +120,10 @@ class Archive:
             )
 
     def settings(self) -> dict[str, Any]:
-        return _object_in(self.folder / SETTINGS)
+        stored = _object_in(self.folder / SETTINGS)
+        if wrong := wrong_settings(stored):
+            raise ValueError(f"{self.folder / SETTINGS} is damaged: {', '.join(wrong)}")
+        return stored
 
     def size(self) -> Size:
         """The size that the folder was made with."""
@@ -133,7 +146,11 @@ class Archive:
         self._append("sessions", entry)
 
     def sessions(self) -> list[dict[str, Any]]:
-        return json_lines(self.path("sessions"))
+        lines = json_lines(self.path("sessions"))
+        sound = [line for line in lines if is_whole_session(line)]
+        if damaged := len(lines) - len(sound):
+            log.warning("%s: %d damaged lines are not read", self.path("sessions"), damaged)
+        return sound
 
     def _append(self, file: str, entry: dict[str, Any]) -> None:
         text = dumps_strict([entry], None)[1:-1]

@@ -47,6 +47,10 @@ class Size:
             if not given or len(set(given)) < len(given):
                 said = " ".join(given) or "none"
                 raise ValueError(f"--{name} must be one or more, none of them twice, got {said}")
+        for name in ("self_alphas", "again_alphas"):
+            if len(set(given := getattr(self, name))) < len(given):
+                said = " ".join(f"{alpha:g}" for alpha in given)
+                raise ValueError(f"--{name} must hold none twice, got {said}")
         if self.pool % self.block:
             raise ValueError(
                 f"--pool must be a multiple of --block, got {self.pool} and {self.block}; "
@@ -177,7 +181,7 @@ def _side(size: Size, base: Settings) -> list[Config]:
     )
     made = [Config(PARTIAL, "partial", "partial", partial, (0,), size.side_prompts)]
     cache = other_cache(base.reward_cache)
-    for alpha in size.again_alphas:
+    for alpha in sorted({*size.again_alphas} & {*size.alphas}):  # others have no twin to compare
         name = again_name(alpha, base.reward_cache)
         main = _rejection(size, base, alpha, size.seeds[0])
         settings = replace(main.settings, reward_cache=cache)

@@ -44,7 +44,7 @@ from benchmarks.experiment_plan import (
     self_name,
 )
 from postprocess.stats import bootstrap
-from suite.files import write_whole
+from suite.files import NotWritten, write_whole
 
 METHOD_HEADER = ("method", "score", "95 %", "rows at the start", "completed", "tokens generated",
                  "tokens scored", "GPU-seconds, waves", "seconds, packed")  # fmt: skip
@@ -352,7 +352,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         return _written(args)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, NotWritten) as error:
         print(f"experiment_report.py: error: {error}", file=sys.stderr)
         return 2
 

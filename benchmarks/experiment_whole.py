@@ -36,6 +36,24 @@ def is_whole(line: dict[str, Any]) -> bool:
     return config != PARTIAL or _partials(line.get("partials"))
 
 
+def is_whole_session(line: dict[str, Any]) -> bool:
+    """Whether the entry of one call has what the report says of it."""
+    return (
+        all(isinstance(line.get(name), str) for name in ("date", "device"))
+        and isinstance(line.get("versions"), dict)
+        and _number(line.get("seconds"))
+        and _count(line.get("just_fit_bytes"))
+    )
+
+
+def wrong_settings(stored: dict[str, Any]) -> list[str]:
+    """Names in the settings file that the report needs and that are missing or of a wrong type."""
+    texts = ("llm_name", "reward_model_name", "reward_cache")
+    wrong = [name for name in texts if not isinstance(stored.get(name), str)]
+    wrong += [name for name in ("top_k", "max_gen_tokens") if not _count(stored.get(name))]
+    return wrong + [name for name in ("temperature",) if not _number(stored.get(name))]
+
+
 def _count(value: Any) -> bool:
     count = count_of(value)
     return count is not None and count <= LARGEST

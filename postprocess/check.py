@@ -15,6 +15,7 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 if __package__ in (None, ""):
@@ -34,33 +35,46 @@ WRONG = ("unreadable", "mixed", "failed")
 def prompts_wanted(run: Run, siblings: Iterable[Run]) -> tuple[set[int], str]:
     """JSON_idx that the run should have, and where that is known from."""
     asked = _asked(run)
-    listed = {name: found for name in asked if (found := _prompt_file(name))}
+    listed = {key: found for key, file in asked.items() if (found := file.indices())}
+    said = " and ".join(map(str, asked.values()))
     if asked and len(listed) == len(asked):
-        wanted = {idx for name, found in listed.items() for idx in found[: asked[name]]}
-        return wanted, " and ".join(_part(name, asked[name]) for name in asked)
-    counts = asked.values()
+        return {i for key, found in listed.items() for i in found[: asked[key].limit]}, said
+    limits = [file.limit for file in asked.values()]
     skipped = sum(problem.kind == "skipped" for problem in run.problems)
-    if asked and None not in counts and len(run.prompts) + skipped >= sum(counts):
-        return set(run.prompts), " and ".join(_part(name, asked[name]) for name in asked)
+    if asked and None not in limits and len(run.prompts) + skipped >= sum(limits):
+        return set(run.prompts), said
     every = set().union(*(other.prompts.keys() for other in siblings))
-    absent = ", ".join(shown(name) for name in asked if name not in listed)
+    absent = ", ".join(shown(file.names[0]) for key, file in asked.items() if key not in listed)
     return every, "the other runs" + (f", as {absent} is not here" if absent else "")
 
 
-def _asked(run: Run) -> dict[str, int | None]:
-    """Prompt files that the run's files name, and how many prompts of each (None: all)."""
-    asked: dict[str, int | None] = {}
+@dataclass(slots=True)
+class Asked:
+    """A prompt file as a run's files name it (more than one way, where it was resumed from another
+    folder), and how many prompts of it they ask for (None: all)."""
+
+    names: list[str]
+    limit: int | None
+
+    def indices(self) -> list[int] | None:
+        return next((found for name in self.names if (found := _prompt_file(name))), None)
+
+    def __str__(self) -> str:
+        name = shown(self.names[0])
+        return name if self.limit is None else f"the first {self.limit} of {name}"
+
+
+def _asked(run: Run) -> dict[str, Asked]:
+    """By the file's own name."""
+    asked: dict[str, Asked] = {}
     for result in run.prompts.values():
         name, limit = (result.settings.get(key) for key in ("data_filename", "num_prompts"))
         if isinstance(name, str):
             limit = limit if isinstance(limit, int) and limit > 0 else None
-            before = asked.get(name, limit)
-            asked[name] = None if None in (before, limit) else max(before, limit)
+            file = asked.setdefault(Path(name).name, Asked([name], limit))
+            file.limit = None if None in (file.limit, limit) else max(file.limit, limit)
+            file.names = list(dict.fromkeys([*file.names, name]))
     return asked
-
-
-def _part(name: str, limit: int | None) -> str:
-    return shown(name) if limit is None else f"the first {limit} of {shown(name)}"
 
 
 def _prompt_file(name: str) -> list[int] | None:

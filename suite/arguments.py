@@ -22,7 +22,7 @@ from engine.schedule import Schedule
 from suite.flags import add_flags
 from suite.settings import Settings, settings_for_record
 
-__all__ = ["Settings", "parse", "settings_for_record"]
+__all__ = ["Settings", "parse", "settings_for_record", "settings_of"]
 
 NEEDS_REJECTION = (
     "alpha",
@@ -40,17 +40,32 @@ NEEDS_REJECTION = (
 
 def parse(argv: Sequence[str] | None = None) -> Settings:
     """The settings of a command line; a mistake prints one message and exits with code 2."""
-    parser = _parser()
-    given = vars(parser.parse_args(_tidy(sys.argv[1:] if argv is None else argv)))
     try:
-        _refuse_without_effect(given)
-        if (keep := given.get("keep_fraction")) is not None:
-            given["alpha"] = min(round(1.0 - keep, 12), math.nextafter(1.0, 0.0))
-        settings = Settings(**given)
-        _check_together(settings)
+        return settings_of(sys.argv[1:] if argv is None else argv)
     except ValueError as e:
-        parser.error(str(e))
+        _end(str(e))
+
+
+def settings_of(words: Sequence[str]) -> Settings:
+    """The same for other commands with flags of main.py: a mistake is a ValueError."""
+    given = vars(_parser().parse_args(_tidy(words)))
+    _refuse_without_effect(given)
+    if (keep := given.get("keep_fraction")) is not None:
+        given["alpha"] = min(round(1.0 - keep, 12), math.nextafter(1.0, 0.0))
+    settings = Settings(**given)
+    _check_together(settings)
     return settings
+
+
+def _end(message: str) -> NoReturn:
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        # NOTE: a launcher ends all processes as soon as one exits. One message is enough, so
+        # the others leave the machine's first process the time to print it.
+        time.sleep(3)
+        raise SystemExit(2)
+    print(f"main.py: error: {message}", file=sys.stderr)
+    print("main.py: all flags: python main.py --help", file=sys.stderr)
+    raise SystemExit(2)
 
 
 def _refuse_without_effect(given: dict[str, Any]) -> None:
@@ -143,15 +158,7 @@ class _Parser(argparse.ArgumentParser):
     """argparse whose error is one short line: the usage of 35 flags hides what went wrong."""
 
     def error(self, message: str) -> NoReturn:
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            # NOTE: a launcher ends all processes as soon as one exits. One message is enough, so
-            # the others leave the machine's first process the time to print it.
-            time.sleep(3)
-            raise SystemExit(2)
-        message = self._in_our_words(message) + self._suggestion(message)
-        print(f"main.py: error: {message}", file=sys.stderr)
-        print("main.py: all flags: python main.py --help", file=sys.stderr)
-        raise SystemExit(2)
+        raise ValueError(self._in_our_words(message) + self._suggestion(message))
 
     def _in_our_words(self, message: str) -> str:
         """argparse's own faults name no remedy; the rules of suite/flags.py do already."""

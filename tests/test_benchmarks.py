@@ -187,6 +187,7 @@ RUN = "--batch_size 2 --max_gen_tokens 3"
         (["--runs", "--seed"], "--runs '--seed': --seed expected one argument, got none; give"),
         (["--runs", "--dtype 'x"], "No closing quotation"),
         (["--runs", f"{RUN} -h"], "asks for main.py's help"),
+        (["--runs", "--batch_size 0"], "--batch_size must be"),
         (["--runs", f"{RUN} --log_hidden"], "--log_hidden is about files or models that a run"),
         (["--runs", f"{RUN} --kv_cache_gb 1e-9"], "hold one row of 3 .*, got 1e-09; raise it"),
         (["--runs", f"{RUN} --kv_cache_gb 999999"], "must fit beside .*, got 999999; lower it"),

@@ -270,22 +270,61 @@ def test_other_prompts_are_refused(small, made, tmp_path, capsys):
     assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize("name", ["settings.json", "prompts.json"])
-def test_results_of_unknown_origin_are_refused(small, made, tmp_path, capsys, name):
+def test_results_of_unknown_origin_are_refused(small, made, tmp_path, capsys):
     copied(made[0], tmp_path)
-    (tmp_path / name).unlink()
+    (tmp_path / "settings.json").unlink()
     assert experiment.main([*small, "--out", str(tmp_path)]) == 2
-    assert f"has results but no {name}" in capsys.readouterr().err
-    assert not (tmp_path / name).exists()
+    assert "has results but no settings.json" in capsys.readouterr().err
+    assert not (tmp_path / "settings.json").exists()
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"pool": 8}', '{"pool": '])
+def test_a_folder_without_fingerprints_gets_them(small, made, tmp_path, caplog):
+    copied(made[0], tmp_path)
+    known = read(tmp_path / "prompts.json")
+    (tmp_path / "prompts.json").unlink()
+    assert experiment.main([*small, "--out", str(tmp_path), "--no_pictures"]) == 0
+    assert "whether prompts are the same can't be told" in caplog.text
+    assert read(tmp_path / "prompts.json") == known
+
+
+def test_a_mistyped_first_command_claims_nothing(small, made, tmp_path, capsys):
+    """A folder without an answer takes other settings and other prompts."""
+    for name in ("settings.json", "prompts.json"):
+        shutil.copy(made[0] / name, tmp_path / name)
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps([{"JSON_idx": 0, "prompt": "What?"}]))
+    wanted = [*small, "--out", str(tmp_path), "--data_filename", str(other), "--alphas", "0.3"]
+    assert experiment.main([*wanted, "--llm_name", "nope"]) == 2
+    assert "nope" in capsys.readouterr().err
+    assert experiment.main([*wanted, "--max_seconds", "0.01"]) == 0
+    assert json.loads(read(tmp_path / "settings.json"))["alphas"] == [0.3]
+    assert len(Archive(tmp_path).done) == 1
+
+
+@pytest.mark.parametrize("entry", ["{}", '{"just_fit_bytes": "x"}', "[]", "x"])
+def test_a_damaged_session_is_not_read(made, tmp_path, entry, caplog):
+    copied(made[0], tmp_path)
+    shutil.copy(made[0] / "sessions.jsonl", tmp_path)
+    whole = experiment_report.Report(Archive(tmp_path)).text()
+    with (tmp_path / "sessions.jsonl").open("a") as file:
+        file.write(entry + "\n")
+    assert experiment_report.Report(Archive(tmp_path)).text() == whole
+
+
+def test_a_report_that_can_not_be_written_is_one_line(made, tmp_path, capsys):
+    copied(made[0], tmp_path)
+    (tmp_path / "report.md").mkdir()
+    assert experiment_report.main([str(tmp_path), "--no_pictures"]) == 2
+    assert "report.md could not be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"pool": 8}', '{"pool": ', '{"top_k": "x"}'])
 def test_a_damaged_settings_file_is_said(made, tmp_path, capsys, content):
     copied(made[0], tmp_path)
     (tmp_path / "settings.json").write_text(content)
     assert experiment_report.main([str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert "settings.json" in error and ("is damaged" in error or "lacks block" in error)
+    assert "settings.json is damaged" in error
 
 
 def test_a_folder_in_use_is_refused(small, made, capsys):
@@ -335,6 +374,11 @@ def test_another_experiments_folder_is_refused(small, made, capsys):
         (["--full_prompts", "-2"], "--full_prompts must be at least 0, got -2"),
         (["--max_seconds", "nan"], "--max_seconds must be above 0, got nan"),
         (["--max_seconds", "0"], "--max_seconds must be above 0, got 0"),
+        (["--self_alphas", "0.5", "0.5"], "--self_alphas must hold none twice, got 0.5 0.5"),
+        (["--max_gen_tokens", "0"], "--max_gen_tokens"),
+        (["--max_tokens", "-1"], "--max_tokens"),
+        (["--dtype", "foo"], "--dtype"),
+        (["--seeds", "-1"], "--seed"),
     ],
 )
 def test_sizes_that_are_none_are_refused(tmp_path, capsys, flags, words) -> None:

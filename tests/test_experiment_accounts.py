@@ -18,6 +18,8 @@ def test_the_cache_question_compares_runs_of_one_seed():
     """Also where the first seed is another than 0."""
     size = Size(seeds=(3, 4))
     made = {c.name: c for group in groups(size, Settings(max_gen_tokens=1024)) for c in group}
+    assert not [c for group in groups(Size(alphas=(0.3,)), Settings()) for c in group
+                if "cache kept" in c.name], "nothing to compare with"  # fmt: skip
     again, main = made["alpha 0.5 cache kept"], made["alpha 0.5 seed 3"]
     assert again.blocks == main.blocks == (3,)
     assert (again.settings.reward_cache, main.settings.reward_cache) == ("on", "auto")

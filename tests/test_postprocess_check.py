@@ -117,6 +117,23 @@ def test_check_goes_by_the_other_runs_where_the_prompt_file_is_elsewhere(
         assert (missing in capsys.readouterr().out) == (idx == 1)
 
 
+def test_check_knows_one_prompt_file_by_two_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run resumed from another folder names the file differently; it is asked for once."""
+    there = tmp_path / "there" / "q.json"
+    large = {idx: [make_object(idx, [1, 2, 3], 1)] for idx in (1, 2, 3, 4)}
+    write_run(tmp_path / "runs", "large", large)
+    for idx, name, limit in ((1, str(there), 1), (2, "q.json", 3), (3, "q.json", 3)):
+        item = make_object(idx, [1, 2], 1, data_filename=name, num_prompts=limit)
+        write_run(tmp_path / "runs", "resumed", {idx: [item]})
+    assert check.main([str(tmp_path / "runs")]) == 0, "all three that it asked for"
+    there.parent.mkdir()
+    there.write_text(json.dumps([{"JSON_idx": i, "prompt": "x"} for i in (1, 2, 8, 3)]))
+    assert check.main([str(tmp_path / "runs")]) == 1
+    assert "resumed: missing: JSON_idx 8 (of the first 3 of" in capsys.readouterr().out
+
+
 def test_check_says_which_runs_it_did_not_look_at(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
