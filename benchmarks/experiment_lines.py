@@ -78,28 +78,25 @@ class Archive:
                 "not known; bring that file back, or give another folder"
             )
         self._claim_settings(base, size)
-        known = self.check_prompts(prompts) if self.done else {}
-        known |= {str(prompt.json_idx): fingerprint(prompt.prompt) for prompt in prompts}
+        known = self.check_prompts(prompts)
         write_whole(self.folder / PROMPTS, json.dumps(known, indent=1) + "\n")
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> dict[str, str]:
-        """Fingerprints by JSON_idx; ValueError where an answered prompt has another text there."""
+        """Fingerprints by JSON_idx, those stored and these; ValueError where a prompt that has been
+        answered has another text there."""
         path = self.folder / PROMPTS
-        if not path.exists():
-            log.warning("%s is missing: whether prompts are the same can't be told", path)
         known = _object_in(path) if path.exists() else {}
-        answered = {idx for idx, _ in self.done}
-        for prompt in prompts:
-            idx = str(prompt.json_idx)
-            if (
-                prompt.json_idx in answered
-                and known.get(idx, own := fingerprint(prompt.prompt)) != own
-            ):
+        if self.done and not known:
+            log.warning("%s is missing: whether prompts are the same can't be told", path)
+        answered = {str(idx) for idx, _ in self.done}
+        own = {str(prompt.json_idx): fingerprint(prompt.prompt) for prompt in prompts}
+        for idx in sorted(answered & known.keys() & own.keys(), key=int):
+            if known[idx] != own[idx]:
                 raise ValueError(
                     f"--data_filename: prompt {idx} has another text than the one that "
                     f"{self.folder} holds answers to; give that file, or another folder"
                 )
-        return known
+        return known | own
 
     def _claim_settings(self, base: Settings, size: Size) -> None:
         mine = settings_for_sameness(dataclasses.asdict(base)) | {

@@ -242,7 +242,7 @@ class Report:
         """Rounds of the usual alpha on the first whole prompt."""
         if not self.main:
             return ""
-        alpha = float(usual_alpha(map(str, self.size.alphas)))
+        alpha = usual_alpha(self.size.alphas)
         name = rejection_name(alpha, self.size.seeds[0])
         line = self.main[0][name]
         rows = [
@@ -317,9 +317,9 @@ def verdict(methods: Sequence[Searched], found: Sequence[dict[str, Gain | None]]
     return "\n".join(lines)
 
 
-def usual_alpha(names: Iterable[str]) -> str:
-    """The paper's usual 0.5, or what is nearest."""
-    return min(names, key=lambda name: abs(float(name) - 0.5))
+def usual_alpha(alphas: Iterable[Any]) -> Any:
+    """The paper's usual 0.5, or what is nearest; as numbers or as names."""
+    return min(alphas, key=lambda alpha: abs(float(alpha) - 0.5))
 
 
 def _beside(usual: str, gains: dict[str, Gain], account: str) -> list[str]:

@@ -49,9 +49,10 @@ def is_whole_session(line: dict[str, Any]) -> bool:
 def wrong_settings(stored: dict[str, Any]) -> list[str]:
     """Names in the settings file that the report needs and that are missing or of a wrong type."""
     texts = ("llm_name", "reward_model_name", "reward_cache")
-    wrong = [name for name in texts if not isinstance(stored.get(name), str)]
-    wrong += [name for name in ("top_k", "max_gen_tokens") if not _count(stored.get(name))]
-    return wrong + [name for name in ("temperature",) if not _number(stored.get(name))]
+    sound = {name: isinstance(stored.get(name), str) for name in texts}
+    sound |= {name: _count(stored.get(name)) for name in ("top_k", "max_gen_tokens")}
+    sound["temperature"] = _number(stored.get("temperature"))
+    return [name for name, is_sound in sound.items() if not is_sound]
 
 
 def _count(value: Any) -> bool:
