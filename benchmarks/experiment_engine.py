@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.experiment_plan import Config, Size, kv_bytes, memory_settings
 from engine import memory
+from engine.config import ModelConfig
 from engine.weights import load_model
 from generator import Generator, PromptFailed
 from rewards.loading import load_reward_model
@@ -60,22 +61,35 @@ class Engine:
         where = base.model_dir, base.local_files_only
         source = resolve(base.llm_name, *where, role="generator")
         folder = source.ready()
+        config = ModelConfig.from_folder(folder)
+        tokens = min(base.max_gen_tokens, min(base.max_tokens, config.max_positions) - 1)
+        self.just_fit_bytes = kv_bytes(
+            config, dtype.itemsize, PAGE_SIZE[device.type], size.fit_rows, tokens
+        )
+        self._check_fit(configs, config.num_params * dtype.itemsize)
         self.chat = generator_chat(folder, source.name, base.prompt_template)
         self.model, _ = load_model(folder, dtype, device)
         judge = resolve(base.reward_model_name, *where, role="reward")
         self.judge = load_reward_model(judge, dtype, device)
-        bound = min(base.max_tokens, self.model.config.max_positions)
-        tokens = min(base.max_gen_tokens, bound - 1)
-        self.just_fit_bytes = kv_bytes(
-            self.model.config,
-            torch.finfo(dtype).bits // 8,
-            PAGE_SIZE[device.type],
-            size.fit_rows,
-            tokens,
-        )
         self.parts: dict[str, Assembly] = {}
         self.kv_cache_gb: dict[str, float] = {}
         self._allocate(configs)
+
+    def _check_fit(self, configs: Sequence[Config], weight_bytes: int) -> None:
+        """Before the weights load: ValueError for caches that this device could never hold. A GPU's
+        pools are not among them, they run in waves."""
+        device = self.processes.device
+        most = (memory.total_bytes(device) - weight_bytes) / 1e9
+        for config in configs:
+            if device.type == "cuda" and config.memory.endswith("pool"):
+                continue
+            wanted = memory_settings(config, self.size, self.just_fit_bytes).kv_cache_gb
+            if wanted > most:
+                raise ValueError(
+                    f"the caches of {config.name!r} must fit beside the generator's weights in the "
+                    f"{most:.3g} GB that this device ({device.type}) has left, got {wanted:.4g} "
+                    "GB; lower --fit_rows, --pool, --self_pool or --max_gen_tokens"
+                )
 
     def _allocate(self, configs: Sequence[Config]) -> None:
         """The caches of every kind of memory, the pools last: they take what is left."""

@@ -33,7 +33,7 @@ def export(report: Report, target: Path, data_filename: str) -> list[Path]:
             f"--data_filename {data_filename} has no prompt with JSON_idx "
             f"{', '.join(map(str, missing[:5]))}; give the file that the experiment had"
         )
-    stored = report.archive.settings()
+    stored = report.stored
     names = {field.name for field in dataclasses.fields(Settings)}
     kept = {key: value for key, value in stored.items() if key in names - {"seed"}}
     base = Settings(**kept | {"data_filename": data_filename})

@@ -40,7 +40,10 @@ SETTINGS, PROMPTS = "settings.json", "prompts.json"
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
     """Makes the folder and holds its lock: two runs would do and store the same tasks twice."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ValueError(f"--out must be a folder, and {error.filename} is a file") from error
     try:
         lock = FolderLock(folder)
     except InUse as error:

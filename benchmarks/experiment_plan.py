@@ -42,15 +42,12 @@ class Size:
         for name in ("timed_prompts", "side_prompts"):
             if getattr(self, name) < 0:
                 raise ValueError(f"--{name} must be at least 0, got {getattr(self, name)}")
-        for name in ("alphas", "seeds"):
+        for name in ("alphas", "seeds", "self_alphas", "again_alphas"):
             given = [f"{value:g}" for value in getattr(self, name)]
-            if not given or len(set(given)) < len(given):
-                said = " ".join(given) or "none"
-                raise ValueError(f"--{name} must be one or more, none of them twice, got {said}")
-        for name in ("self_alphas", "again_alphas"):
-            if len(set(given := getattr(self, name))) < len(given):
-                said = " ".join(f"{alpha:g}" for alpha in given)
-                raise ValueError(f"--{name} must hold none twice, got {said}")
+            if not given and name in ("alphas", "seeds"):
+                raise ValueError(f"--{name} must be one or more, got none")
+            if len(set(given)) < len(given):
+                raise ValueError(f"--{name} must hold none twice, got {' '.join(given)}")
         if self.pool % self.block:
             raise ValueError(
                 f"--pool must be a multiple of --block, got {self.pool} and {self.block}; "

@@ -33,7 +33,7 @@ from benchmarks.experiment_accounts import (
     tokens,
     whole,
 )
-from benchmarks.experiment_lines import Archive
+from benchmarks.experiment_lines import SETTINGS, Archive
 from benchmarks.experiment_plan import (
     PARTIAL,
     POOL,
@@ -61,12 +61,24 @@ class Report:
     """Text and numbers of one archive."""
 
     def __init__(self, archive: Archive) -> None:
-        self.archive, self.size = archive, archive.size()
+        self.archive, self.stored, self.size = archive, archive.settings(), archive.size()
         self.prompts = by_prompt(list(archive.done.values()))
         size = self.size
+        self._check_pools({POOL: size.pool, SELF_POOL: size.self_pool})
         first = [rejection_name(alpha, size.seeds[0]) for alpha in size.alphas]
         self.main = whole(self.prompts, [POOL, *first])
         self.numbers: dict[str, Any] = {"num_prompts": len(self.main)}
+
+    def _check_pools(self, sizes: dict[str, int]) -> None:
+        """ValueError where the settings tell of other pools than the lines hold."""
+        for idx, prompt in self.prompts.items():
+            for name in sizes.keys() & prompt.keys():
+                drawn = len(prompt[name]["scores"]) + prompt[name]["num_failed_rows"]
+                if drawn != sizes[name]:
+                    raise ValueError(
+                        f"{self.archive.folder / SETTINGS} tells of {sizes[name]} candidates a "
+                        f"{name}, and prompt {idx} has {drawn}; bring that file's own lines back"
+                    )
 
     def text(self) -> str:
         parts = [self.setting(), *self.main_tables()]
@@ -74,7 +86,7 @@ class Report:
         return "\n\n".join(part for part in parts if part) + "\n"
 
     def setting(self) -> str:
-        stored = self.archive.settings()
+        stored = self.stored
         sessions = self.archive.sessions()
         size = self.size
         lines = [
@@ -173,7 +185,7 @@ class Report:
     def again(self) -> str:
         """The reward model's cache one way and the other, on the prompts that have both."""
         size, parts = self.size, []
-        cache = self.archive.settings()["reward_cache"]
+        cache = self.stored["reward_cache"]
         for alpha in size.again_alphas:
             names = [rejection_name(alpha, size.seeds[0]), again_name(alpha, cache)]
             if chosen := whole(self.prompts, [POOL, *names]):

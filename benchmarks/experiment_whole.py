@@ -93,6 +93,7 @@ def _pool(line: dict[str, Any]) -> bool:
     places = [entry.get("place") for entry in winners]
     return (
         isinstance(lengths, list)
+        and _count(line.get("num_failed_rows"))
         and all(map(_count, lengths))
         and len(lengths) == len(line["scores"])
         and places[:1] == [0]

@@ -10,8 +10,11 @@
 # Without PART both. What OUT/full holds is packed into OUT/full.tar.gz, which is unpacked first
 # where OUT/full is missing. PYTHON names the interpreter.
 set -euo pipefail
-prompts=${1:?usage: reproduce.sh PROMPTS.json OUT [flags of experiment.py]}
-out=${2:?usage: reproduce.sh PROMPTS.json OUT [flags of experiment.py]}
+if [ $# -lt 2 ]; then
+    echo "usage: reproduce.sh PROMPTS.json OUT [flags of experiment.py]" >&2
+    exit 2
+fi
+prompts=$1 out=$2
 shift 2
 here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python}

@@ -327,6 +327,29 @@ def test_a_damaged_settings_file_is_said(made, tmp_path, capsys, content):
     assert "settings.json is damaged" in error
 
 
+def test_settings_of_another_pool_are_refused(made, tmp_path, capsys):
+    copied(made[0], tmp_path)
+    stored = json.loads(read(tmp_path / "settings.json"))
+    (tmp_path / "settings.json").write_text(json.dumps(stored | {"pool": 3840, "block": 3840}))
+    assert experiment_report.main([str(tmp_path)]) == 2
+    assert "tells of 3840 candidates a pool, and prompt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("below", [".", "below"])
+def test_a_file_in_the_place_of_the_folder_is_said(small, tmp_path, capsys, below):
+    (tmp_path / "out").write_text("mine")
+    assert experiment.main([*small, "--out", str(tmp_path / "out" / below)]) == 2
+    assert "--out must be a folder" in capsys.readouterr().err
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+@pytest.mark.parametrize("flag", ["--fit_rows", "--self_pool"])
+def test_caches_beyond_this_machine_are_refused_before_loading(small, tmp_path, capsys, flag):
+    assert experiment.main([*small, "--out", str(tmp_path), flag, "100000000"]) == 2
+    error = capsys.readouterr().err
+    assert "lower --fit_rows, --pool, --self_pool" in error and "must fit beside" in error
+
+
 def test_a_folder_in_use_is_refused(small, made, capsys):
     with claimed(made[0]):
         assert experiment.main([*small, "--out", str(made[0])]) == 2
@@ -366,9 +389,9 @@ def test_another_experiments_folder_is_refused(small, made, capsys):
     [
         (["--fit_rows", "0"], "--fit_rows must be at least 1, got 0"),
         (["--block", "0"], "--block must be at least 1, got 0"),
-        (["--alphas"], "--alphas must be one or more, none of them twice, got none"),
+        (["--alphas"], "--alphas must be one or more, got none"),
         (["--alphas", "0.5", "0.50000001"], "got 0.5 0.5"),
-        (["--seeds", "0", "0"], "--seeds must be one or more, none of them twice, got 0 0"),
+        (["--seeds", "0", "0"], "--seeds must hold none twice, got 0 0"),
         (["--side_prompts", "-1"], "--side_prompts must be at least 0, got -1"),
         (["--num_prompts", "0"], "--num_prompts must be at least 1, got 0"),
         (["--full_prompts", "-2"], "--full_prompts must be at least 0, got -2"),
@@ -385,6 +408,13 @@ def test_sizes_that_are_none_are_refused(tmp_path, capsys, flags, words) -> None
     out = tmp_path / "out"
     assert experiment.main(["--out", str(out), "--data_filename", "none.json", *flags]) == 2
     assert words in capsys.readouterr().err and not out.exists()
+
+
+def test_the_script_says_its_usage() -> None:
+    done = subprocess.run(
+        [PROJECT / "benchmarks" / "reproduce.sh", "none.json"], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stderr.startswith("usage: reproduce.sh PROMPTS.json OUT")
 
 
 def test_an_unknown_part_is_refused(tmp_path) -> None:
