@@ -46,6 +46,8 @@ from benchmarks.experiment_plan import (
 from postprocess.stats import bootstrap
 from suite.files import NotWritten, write_whole
 
+log = logging.getLogger(__name__)
+
 METHOD_HEADER = ("method", "score", "95 %", "rows at the start", "completed", "tokens generated",
                  "tokens scored", "GPU-seconds, waves", "seconds, packed")  # fmt: skip
 GAIN_HEADER = ("alpha", "score", "paper's account: GPU-seconds", "honest: seconds, packed",
@@ -64,21 +66,29 @@ class Report:
         self.archive, self.stored, self.size = archive, archive.settings(), archive.size()
         self.prompts = by_prompt(list(archive.done.values()))
         size = self.size
-        self._check_pools({POOL: size.pool, SELF_POOL: size.self_pool})
+        self._leave_out_other_pools({POOL: size.pool, SELF_POOL: size.self_pool})
         first = [rejection_name(alpha, size.seeds[0]) for alpha in size.alphas]
         self.main = whole(self.prompts, [POOL, *first])
         self.numbers: dict[str, Any] = {"num_prompts": len(self.main)}
 
-    def _check_pools(self, sizes: dict[str, int]) -> None:
-        """ValueError where the settings tell of other pools than the lines hold."""
-        for idx, prompt in self.prompts.items():
-            for name in sizes.keys() & prompt.keys():
-                drawn = len(prompt[name]["scores"]) + prompt[name]["num_failed_rows"]
-                if drawn != sizes[name]:
-                    raise ValueError(
-                        f"{self.archive.folder / SETTINGS} tells of {sizes[name]} candidates a "
-                        f"{name}, and prompt {idx} has {drawn}; bring that file's own lines back"
-                    )
+    def _leave_out_other_pools(self, sizes: dict[str, int]) -> None:
+        """Pools of another size than the settings tell of: one of the two was damaged."""
+        other = [
+            (idx, name)
+            for idx, prompt in self.prompts.items()
+            for name in sizes.keys() & prompt.keys()
+            if len(prompt[name]["scores"]) + prompt[name]["num_failed_rows"] != sizes[name]
+        ]
+        for idx, name in other:
+            del self.prompts[idx][name]
+        if other:
+            log.warning(
+                "%s tells of other pools than %d lines hold (the first: prompt %d, %s); those are "
+                "left out",
+                self.archive.folder / SETTINGS,
+                len(other),
+                *other[0],
+            )
 
     def text(self) -> str:
         parts = [self.setting(), *self.main_tables()]

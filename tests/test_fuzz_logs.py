@@ -85,7 +85,12 @@ def test_logged_pools(
 
 def experiment_lines() -> list[dict[str, Any]]:
     costs = {"elapsed_sec": 2.5, "generation_sec": 1.0, "reward_sec": 1.0, "capture_sec": 0.0}
-    counts = {"tokens_generated": 30, "tokens_scored": 40, "num_prompt_tokens": 5}
+    counts = {
+        "tokens_generated": 30,
+        "tokens_scored": 40,
+        "num_prompt_tokens": 5,
+        "num_failed_rows": 0,
+    }
     best = {"process_seed": 0, "candidate": 1, "score": 2.0, "num_tokens": 9, "output": "text"}
     line = {"JSON_idx": 1, **costs, **counts, "best": best}
     winners = [{"place": 0, "process_seed": 0, "candidate": 0, "output": "t"}]
