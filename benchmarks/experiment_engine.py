@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from suite.processes import Processes
 from suite.progress import Progress
 from suite.prompts import Prompt
 from suite.records import RunFolder
+from suite.run_plan import longest_answer_of
 from suite.settings import Settings, output_folder
 
 log = logging.getLogger("experiment")
@@ -62,41 +63,42 @@ class Engine:
         source = resolve(base.llm_name, *where, role="generator")
         folder = source.ready()
         config = ModelConfig.from_folder(folder)
-        tokens = min(base.max_gen_tokens, min(base.max_tokens, config.max_positions) - 1)
+        tokens = longest_answer_of(base, config)
         self.just_fit_bytes = kv_bytes(
             config, dtype.itemsize, PAGE_SIZE[device.type], size.fit_rows, tokens
         )
-        self._check_fit(configs, config.num_params * dtype.itemsize)
+        kinds = {config.memory: config for config in configs}
+        self._check_fit(kinds, config.num_params * dtype.itemsize)
         self.chat = generator_chat(folder, source.name, base.prompt_template)
         self.model, _ = load_model(folder, dtype, device)
         judge = resolve(base.reward_model_name, *where, role="reward")
         self.judge = load_reward_model(judge, dtype, device)
         self.parts: dict[str, Assembly] = {}
         self.kv_cache_gb: dict[str, float] = {}
-        self._allocate(configs)
+        self._allocate(kinds)
 
-    def _check_fit(self, configs: Sequence[Config], weight_bytes: int) -> None:
-        """Before the weights load: ValueError for caches that this device could never hold. A GPU's
-        pools are not among them, they run in waves."""
+    def _may_run_in_waves(self, kind: str) -> bool:
+        """A GPU's pools take what is left of its memory, where that is less than they want."""
+        return self.processes.device.type == "cuda" and kind.endswith("pool")
+
+    def _check_fit(self, kinds: Mapping[str, Config], weight_bytes: int) -> None:
+        """Before the weights load: ValueError for caches that this device could never hold."""
         device = self.processes.device
         most = (memory.total_bytes(device) - weight_bytes) / 1e9
-        for config in configs:
-            if device.type == "cuda" and config.memory.endswith("pool"):
-                continue
+        for name, config in kinds.items():
             wanted = memory_settings(config, self.size, self.just_fit_bytes).kv_cache_gb
-            if wanted > most:
+            if wanted > most and not self._may_run_in_waves(name):
                 raise ValueError(
                     f"the caches of {config.name!r} must fit beside the generator's weights in the "
                     f"{most:.3g} GB that this device ({device.type}) has left, got {wanted:.4g} "
                     "GB; lower --fit_rows, --pool, --self_pool or --max_gen_tokens"
                 )
 
-    def _allocate(self, configs: Sequence[Config]) -> None:
-        """The caches of every kind of memory, the pools last: they take what is left."""
-        kinds = {config.memory: config for config in configs}
+    def _allocate(self, kinds: Mapping[str, Config]) -> None:
+        """The caches of every kind of memory, the pools last."""
         for name in sorted(kinds, key=lambda name: (name.endswith("pool"), name == "pool")):
             settings = memory_settings(kinds[name], self.size, self.just_fit_bytes)
-            if self.processes.device.type == "cuda" and name.endswith("pool"):
+            if self._may_run_in_waves(name):
                 free = memory.free_bytes(self.processes.device) - SPARE_BYTES
                 limit = free * SHARE_FOR_POOLS / 1e9
                 if settings.kv_cache_gb > limit:

@@ -42,8 +42,10 @@ def claimed(folder: Path) -> Iterator[None]:
     """Makes the folder and holds its lock: two runs would do and store the same tasks twice."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise ValueError(f"--out must be a folder, and {error.filename} is a file") from error
+    except OSError as error:
+        raise ValueError(
+            f"--out {folder} can't be made a folder ({error.strerror}); give another"
+        ) from error
     try:
         lock = FolderLock(folder)
     except InUse as error:

@@ -66,13 +66,14 @@ class Report:
         self.archive, self.stored, self.size = archive, archive.settings(), archive.size()
         self.prompts = by_prompt(list(archive.done.values()))
         size = self.size
-        self._leave_out_other_pools({POOL: size.pool, SELF_POOL: size.self_pool})
+        self.other_pools = self._leave_out_other_pools({POOL: size.pool, SELF_POOL: size.self_pool})
         first = [rejection_name(alpha, size.seeds[0]) for alpha in size.alphas]
         self.main = whole(self.prompts, [POOL, *first])
         self.numbers: dict[str, Any] = {"num_prompts": len(self.main)}
 
-    def _leave_out_other_pools(self, sizes: dict[str, int]) -> None:
-        """Pools of another size than the settings tell of: one of the two was damaged."""
+    def _leave_out_other_pools(self, sizes: dict[str, int]) -> set[int]:
+        """Prompts with a pool of another size than the settings tell of: one of the two was
+        damaged."""
         other = [
             (idx, name)
             for idx, prompt in self.prompts.items()
@@ -89,6 +90,7 @@ class Report:
                 len(other),
                 *other[0],
             )
+        return {idx for idx, _ in other}
 
     def text(self) -> str:
         parts = [self.setting(), *self.main_tables()]
@@ -125,7 +127,11 @@ class Report:
         alike = {idx for idx in pools if not whole({idx: self.prompts[idx]}, [POOL])}
         parts = [
             f"{len(found - counted)} {what}"
-            for found, what in ((failed, "that failed"), (alike, "whose pool scores all alike"))
+            for found, what in (
+                (failed, "that failed"),
+                (alike, "whose pool scores all alike"),
+                (self.other_pools, "whose pool has another size than the settings tell of"),
+            )
             if found - counted
         ]
         return f" (left out: {', '.join(parts)})" if parts else ""

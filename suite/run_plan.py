@@ -54,7 +54,7 @@ def check_budget(
     if given is None:
         return
     page, side = PAGE_SIZE[device.type], Side(config, dtype.itemsize, 0)
-    answer = _longest_answer(settings, config)
+    answer = longest_answer_of(settings, config)
     least = pages_for(answer, page) * page * side.token_bytes
     if int(given * 1e9) < least:
         raise DoesNotFit(
@@ -77,7 +77,7 @@ def _for_the_reward(settings: Settings) -> str:
     return " (and more where the reward model's cache is kept)" if keeps else ""
 
 
-def _longest_answer(settings: Settings, config: ModelConfig) -> int:
+def longest_answer_of(settings: Settings, config: ModelConfig) -> int:
     """Tokens of the longest answer, behind a prompt of one."""
     bound = min(settings.max_tokens, config.max_positions)
     return min(settings.max_gen_tokens, bound - 1)
@@ -118,7 +118,7 @@ def plan_memory(
     longest = max(generator.max_prompt, reward.max_prompt if reward else 0)
     chunk = read_chunk_tokens(settings, generator.token_bytes, longest, rows, device.type)
     space = _workspace(model, judge.model if judge else None, ops, sampler, rows, chunk)
-    longest_answer = _longest_answer(settings, model.config)
+    longest_answer = longest_answer_of(settings, model.config)
     with _naming_the_budget(settings):
         plan = make_plan(
             _budget_bytes(settings, device, prompts, space),

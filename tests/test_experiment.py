@@ -333,18 +333,22 @@ def test_settings_of_another_pool_make_no_table(made, tmp_path, caplog):
     (tmp_path / "settings.json").write_text(json.dumps(stored | {"pool": 3840, "block": 3840}))
     assert experiment_report.main([str(tmp_path)]) == 1
     assert "tells of other pools than 3 lines hold (the first: prompt" in caplog.text
+    assert read(tmp_path / "report.md").startswith("0 prompts (left out: 3 whose pool has another")
 
 
 @pytest.mark.parametrize("below", [".", "below"])
 def test_a_file_in_the_place_of_the_folder_is_said(small, tmp_path, capsys, below):
     (tmp_path / "out").write_text("mine")
     assert experiment.main([*small, "--out", str(tmp_path / "out" / below)]) == 2
-    assert "--out must be a folder" in capsys.readouterr().err
+    assert "can't be made a folder (" in capsys.readouterr().err
     assert (tmp_path / "out").read_text() == "mine"
 
 
 @pytest.mark.parametrize("flag", ["--fit_rows", "--self_pool"])
-def test_caches_beyond_this_machine_are_refused_before_loading(small, tmp_path, capsys, flag):
+def test_caches_beyond_this_machine_are_refused_before_loading(
+    small, tmp_path, capsys, monkeypatch, flag
+):
+    monkeypatch.setattr(experiment_engine, "load_model", None)
     assert experiment.main([*small, "--out", str(tmp_path), flag, "100000000"]) == 2
     error = capsys.readouterr().err
     assert "lower --fit_rows, --pool, --self_pool" in error and "must fit beside" in error
