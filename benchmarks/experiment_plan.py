@@ -29,7 +29,7 @@ class Size:
     alphas: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
     seeds: tuple[int, ...] = (0, 1)
     timed_prompts: int = 10
-    side_prompts: int = 10  # self-reward, partial scores, the reward model's cache
+    side_prompts: int = 20  # self-reward, partial scores, the reward model's cache
     self_pool: int = 960
     self_alphas: tuple[float, ...] = (0.3, 0.5, 0.7, 0.9)
     again_alphas: tuple[float, ...] = (0.5,)

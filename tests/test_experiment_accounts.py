@@ -40,13 +40,13 @@ def test_order_of_the_full_size():
     assert size.shown_sizes == [120, 240, 480, 960, 1920, 3840]
     order = list(tasks(groups(size, Settings(max_gen_tokens=1024)), 100, size.chunk_prompts))
     assert len(order) == len({(place, config.name) for place, config in order})
-    assert len(order) == 100 * (1 + 18) + 10 * (2 + 4) + 10 * 5 + 10 * 2
+    assert len(order) == 100 * (1 + 18) + 10 * (2 + 4) + 20 * 5 + 20 * 2
     assert {config.name for _, config in order[:250]} == {
         "pool", *(f"alpha {a / 10:g} seed 0" for a in range(1, 10))
     }  # fmt: skip
     assert max(place for place, _ in order[:250]) == 24
     assert order[250][1].name == "wave seed 0"
-    assert max(place for place, _ in order[: 250 + 60 + 50 + 20 + 225]) == 24
+    assert max(place for place, _ in order[: 250 + 60 + 100 + 40 + 225]) == 24
 
 
 def made_up(idx, best, cost):
