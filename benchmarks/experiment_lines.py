@@ -1,9 +1,9 @@
 """The experiment's archive: one strict JSON line a prompt and configuration, compact.
 
 A line holds scores of all, the text of the winner alone, costs, and the rounds in numbers; the
-scores of a pool are stored exactly. A hundred prompts stay under 20 MB. Lines that a crash cut
-short, or that are otherwise damaged, are not read, so what they stood for is done again. The
-invariant: a folder holds one experiment; another's settings are refused by name.
+scores of a pool are stored exactly. A hundred prompts take 24 MB. Lines that a crash cut short, or
+that are otherwise damaged, are not read, so what they stood for is done again. The invariant: a
+folder holds one experiment; another's settings are refused by name, except for EXTENT's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.experiment_plan import FILES, PARTIAL, POOL, SELF_POOL, Config, Size
+from benchmarks.experiment_plan import EXTENT, FILES, PARTIAL, POOL, SELF_POOL, Config, Size
 from benchmarks.experiment_whole import (
     ROUND_FIELDS,
     is_whole,
@@ -82,9 +82,15 @@ class Archive:
                 f"--out {self.folder} has results but no {SETTINGS}: what they were made with is "
                 "not known; bring that file back, or give another folder"
             )
-        self._claim_settings(base, size)
+        mine = settings_for_sameness(dataclasses.asdict(base)) | {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in dataclasses.asdict(size).items()
+        }
+        if self.done:  # else nothing is lost, a mistyped first command included
+            self._check_settings(mine)
         known = self.check_prompts(prompts)
-        write_whole(self.folder / PROMPTS, json.dumps(known, indent=1) + "\n")
+        for name, content in ((SETTINGS, mine), (PROMPTS, known)):
+            write_whole(self.folder / name, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> dict[str, str]:
         """Fingerprints by JSON_idx, those stored and these; ValueError where a prompt that has been
@@ -103,18 +109,10 @@ class Archive:
                 )
         return known | own
 
-    def _claim_settings(self, base: Settings, size: Size) -> None:
-        mine = settings_for_sameness(dataclasses.asdict(base)) | {
-            key: list(value) if isinstance(value, tuple) else value
-            for key, value in dataclasses.asdict(size).items()
-        }
-        path = self.folder / SETTINGS
-        if not self.done:  # nothing is lost, a mistyped first command included
-            write_whole(path, json.dumps(mine, indent=1, allow_nan=False) + "\n")
-            return
+    def _check_settings(self, mine: dict[str, Any]) -> None:
         theirs = self.settings()
         differing = [f"{k} is {theirs.get(k)!r} there, {v!r} now" for k, v in mine.items()
-                     if theirs.get(k) != v]  # fmt: skip
+                     if k not in EXTENT and theirs.get(k) != v]  # fmt: skip
         if differing:
             raise ValueError(
                 f"--out {self.folder} holds another experiment: {'; '.join(differing)}; give "

@@ -17,6 +17,7 @@ from suite.settings import Settings
 
 POOL, SELF_POOL, PARTIAL = "pool", "self pool", "partial"
 FILES = ("pool", "rejection", "timing", "self_reward", "partial")
+EXTENT = ("timed_prompts", "side_prompts", "chunk_prompts")  # how many and when: in no line
 
 
 @dataclass(frozen=True, slots=True)

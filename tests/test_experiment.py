@@ -270,6 +270,26 @@ def test_other_prompts_are_refused(small, made, tmp_path, capsys):
     assert not (tmp_path / "x").exists()
 
 
+def test_more_side_prompts_go_on_in_the_same_folder(small, made, tmp_path, capsys):
+    """How many prompts are timed or asked the side questions may change, no other setting; what
+    refuses the call leaves settings.json as it was."""
+    copied(made[0], tmp_path)
+    more = [*small, "--out", str(tmp_path), "--no_pictures", "--side_prompts", "3"]
+    known = read(tmp_path / "settings.json")
+    assert experiment.main([*more, "--self_pool", "7"]) == 2
+    assert "holds another experiment: self_pool is 8 there, 7 now; give" in capsys.readouterr().err
+    assert read(tmp_path / "settings.json") == known
+    assert experiment.main([*more, "--chunk_prompts", "3"]) == 0
+    before, after = lines_of(made[0]), lines_of(tmp_path)
+    (last,) = {0, 1, 2} - {idx for idx, name in before if name == "partial"}
+    added = {"self pool", "self alpha 0.5", "partial", "alpha 0.5 read again"}
+    assert after.keys() - before.keys() == {(last, name) for name in added}
+    assert before.items() <= after.items()
+    assert json.loads(read(tmp_path / "settings.json")) == json.loads(known) | {
+        "side_prompts": 3, "chunk_prompts": 3
+    }  # fmt: skip
+
+
 def test_results_of_unknown_origin_are_refused(small, made, tmp_path, capsys):
     copied(made[0], tmp_path)
     (tmp_path / "settings.json").unlink()
