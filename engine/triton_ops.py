@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import pad
 
 from engine.decode_state import DecodeState
 from engine.kernels import activation, norm
@@ -133,12 +134,12 @@ def flash_varlen(
     """FlashAttention of packed sequences, causal, aligned at their ends: `[T, heads, dim]`.
 
     PyTorch's own FlashAttention-2 kernel, by its operator: the public wrappers do not take keys
-    that are longer than their queries.
+    that are longer than their queries. It wants heads of whole eights: others are padded.
     """
+    dim = q.shape[-1]
+    padded = [pad(x, (0, -dim % 8)) if dim % 8 else x for x in (q, k, v)]
     return torch.ops.aten._flash_attention_forward(
-        q,
-        k,
-        v,
+        *padded,
         packing.cu_new,
         packing.cu_keys,
         max(packing.new_lens),
@@ -146,7 +147,8 @@ def flash_varlen(
         0.0,  # dropout
         True,  # causal
         False,  # no debug mask
-    )[0]
+        scale=dim**-0.5,
+    )[0][..., :dim]
 
 
 class TritonSampler:

@@ -94,7 +94,8 @@ def make_cache(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "length"), [(4, 2, 16, 1), (9, 3, 64, 17), (8, 8, 96, 16)]
+    ("heads", "kv_heads", "head_dim", "length"),
+    [(4, 2, 16, 1), (9, 3, 64, 17), (8, 8, 96, 16), (4, 2, 4, 9)],
 )
 def test_rope_append(heads, kv_heads, head_dim, length, qk_norm, dtype):
     rows, prompt = 3, 5
@@ -155,6 +156,8 @@ def attend(cache: SimpleNamespace, q: torch.Tensor, length: int, prompt: int, **
         (2, 3, 3, 96, 8, 64, 129),  # no groups, a head_dim that is no power of two
         (2, 4, 1, 128, 128, 150, 20),  # a page of two blocks
         (20, 4, 2, 16, 1, 80, 40),  # a page for each token
+        (3, 4, 2, 8, 4, 70, 66),  # heads smaller than the matrix unit's 16, as tests' models have
+        (2, 4, 2, 4, 4, 9, 5),
     ],
 )
 def test_decode_attention(rows, heads, kv_heads, head_dim, page, length, prompt, launch, dtype):

@@ -25,7 +25,7 @@ MAX_PREFIX_SPLITS = 16
 MAX_SUFFIX_SPLITS = 32
 LONG_PROMPT = 1024  # tokens from which larger blocks of queries pay
 MIN_SPLIT_BLOCKS = 4  # of keys in a part: a short row uses fewer parts than its plan has
-MIN_DOT_ROWS = 16  # of tl.dot: a group of queries is padded to it
+MIN_DOT = 16  # sides of tl.dot: a group of queries and a head are padded to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ def prefix_attention(
         H=num_heads,
         G=group,
         D=head_dim,
-        D_PAD=triton.next_power_of_2(head_dim),
+        D_PAD=max(MIN_DOT, triton.next_power_of_2(head_dim)),
         BLOCK_M=plan.prefix_block_m,
         BLOCK_N=plan.prefix_block_n,
         SPLITS=plan.prefix_splits,
@@ -219,9 +219,9 @@ def suffix_attention(
         K=num_kv_heads,
         G=num_heads // num_kv_heads,
         D=head_dim,
-        D_PAD=triton.next_power_of_2(head_dim),
+        D_PAD=max(MIN_DOT, triton.next_power_of_2(head_dim)),
         PAGE=page_size,
-        BLOCK_M=MIN_DOT_ROWS,
+        BLOCK_M=MIN_DOT,
         BLOCK_N=plan.suffix_block_n,
         PREFIX_STATES=plan.prefix_splits,
         SPLITS=plan.suffix_splits,
@@ -245,7 +245,7 @@ def combine_parts(
         rows,
         H=num_heads,
         D=head_dim,
-        D_PAD=triton.next_power_of_2(head_dim),
+        D_PAD=max(MIN_DOT, triton.next_power_of_2(head_dim)),
         BLOCK_N=plan.suffix_block_n,
         PREFIX_STATES=plan.prefix_splits,
         SPLITS=plan.suffix_splits,
