@@ -11,10 +11,10 @@ Memory: Speculative Rejection has the bytes in which --fit_rows rows of --max_ge
 tokens just fit (computed from the config, printed, stored). Whether the reward model's cache shares
 them is --reward_cache; as a side question alpha 0.5 runs the other way.
 
-Seen on one H200 with the default models and --reward_cache on: 18 s of start; a prompt 11 s of pool
-and some 1.8 s a value of alpha and seed; timing about 15 s a prompt, self-reward with two alphas
-about 8 s. With --block 120 each process of the paper's runs (seeds 0 to 31, 120 candidates) draws
-its own stream, and a pool takes several times as long.
+Seen on one H200 with the default models: 13 to 43 s of start; a prompt 8 s of pool and 2.5 s a
+value of alpha and seed; timing 16 s a prompt, self-reward with four alphas 14 s. With --block 120
+each process of the paper's runs (seeds 0 to 31, 120 candidates) draws its own stream, and a pool
+takes several times as long.
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@ more than Speculative Rejection is given, so Best-of-N is not held back). The sc
 the exact expectation over all subsets of the pool; scores are on the scale of
 postprocess/plot_compare.py, the pool being 100. Seconds of Best-of-N are measured on some prompts
 and carried to the others by the ratio of the pools' seconds.
+
+Means are taken with a prompt's counts as weights: ones for all prompts, or bootstrap draws, so that
+an interval covers scores and costs of both sides, the timed prompts too.
 """
 
 from __future__ import annotations
@@ -19,9 +22,8 @@ import numpy as np
 
 from benchmarks.experiment_plan import POOL, Size, packed_name, wave_name
 from postprocess.pool import sizes_up_to, subset_weights
-from postprocess.stats import MIN_RANGE, Bound, bootstrap, speedup
+from postprocess.stats import BOOTSTRAP_DRAWS, BOOTSTRAP_SEED, MIN_RANGE, Bound, bootstrap, speedup
 
-DRAWS = 1000
 ACCOUNTS = ("paper", "packed", "tokens")
 Line = dict[str, Any]
 Prompt = dict[str, Line]  # lines of one prompt by configuration
@@ -65,7 +67,6 @@ class BestOfN:
     sizes: list[int] = field(init=False)
     scores: np.ndarray = field(init=False)  # [prompts, sizes]
     token_costs: np.ndarray = field(init=False)  # [prompts, sizes]
-    costs: dict[str, list[float | None]] = field(init=False)  # seconds of the shown sizes
 
     def __post_init__(self) -> None:
         count = min(len(prompt[self.pool]["scores"]) for prompt in self.prompts)
@@ -74,10 +75,6 @@ class BestOfN:
         self.scores = self._scores()
         totals = [tokens(p[self.pool]) / len(p[self.pool]["scores"]) for p in self.prompts]
         self.token_costs = np.outer(totals, self.sizes)
-        self.costs = {
-            "paper": [self.paper_seconds(n) for n in self.shown],
-            "packed": [self.packed_seconds(n) for n in self.shown],
-        }
 
     @property
     def shown(self) -> list[int]:
@@ -104,42 +101,72 @@ class BestOfN:
     def column(self, n: int) -> np.ndarray:
         return self.scores[:, self.sizes.index(n)]
 
-    def measured(self, name: str) -> float | None:
-        """Mean seconds of a timed configuration, by the ratio to its prompts' pools."""
-        rows = [prompt for prompt in self.timing if name in prompt]
-        if not rows:
-            return None
-        ratio = sum(seconds(p[name]) for p in rows) / sum(seconds(p[self.pool]) for p in rows)
-        return ratio * self.pool_seconds
+    @property
+    def everyone(self) -> np.ndarray:
+        """The counts that take every prompt once: `[1, prompts]`."""
+        return np.ones((1, len(self.prompts)))
+
+    def paper_seconds(self, n: int) -> float | None:
+        return _only(self._paper(n, self.everyone))
+
+    def packed_seconds(self, n: int) -> float | None:
+        return _only(self._packed(n, self.everyone))
 
     @property
     def pool_seconds(self) -> float:
-        return float(np.mean([seconds(prompt[self.pool]) for prompt in self.prompts]))
+        return float(self._pool(self.everyone)[0])
 
-    @property
-    def wave_seconds(self) -> float | None:
-        """Of `fit_rows` rows: the mean of two waves."""
-        found = [self.measured(wave_name(seed)) for seed in (0, 1)]
-        known = [value for value in found if value is not None]
-        return float(np.mean(known)) if known else None
-
-    def paper_seconds(self, n: int) -> float | None:
-        wave = self.wave_seconds
+    def _paper(self, n: int, counts: np.ndarray) -> np.ndarray | None:
+        wave = self._wave(counts)
         return None if wave is None else wave * math.ceil(n / self.size.fit_rows)
 
-    def packed_seconds(self, n: int) -> float | None:
+    def _packed(self, n: int, counts: np.ndarray) -> np.ndarray | None:
         if n == self.size.pool == self.size.block:
-            return self.pool_seconds
-        return self.wave_seconds if n == self.size.fit_rows else self.measured(packed_name(n))
+            return self._pool(counts)
+        if n == self.size.fit_rows:
+            return self._wave(counts)
+        return self._measured(packed_name(n), counts)
 
-    def curve(self, account: str, rows: np.ndarray) -> list[tuple[float, float]]:
-        """(cost, score) points of Best-of-n over these rows (prompts, repeats allowed)."""
-        means = self.scores[rows].mean(axis=0)
+    def _wave(self, counts: np.ndarray) -> np.ndarray | None:
+        """Seconds of `fit_rows` rows: the mean of two waves."""
+        found = [self._measured(wave_name(seed), counts) for seed in (0, 1)]
+        known = [value for value in found if value is not None]
+        return np.mean(known, axis=0) if known else None
+
+    def _measured(self, name: str, counts: np.ndarray) -> np.ndarray | None:
+        """Mean seconds of a timed configuration, by the ratio to its prompts' pools; NaN in a draw
+        without a timed prompt."""
+        timed = {prompt[self.pool]["JSON_idx"] for prompt in self.timing if name in prompt}
+        chosen = np.array([p[self.pool]["JSON_idx"] in timed for p in self.prompts])
+        if not chosen.any():
+            return None
+        mine = [p for p, wanted in zip(self.prompts, chosen, strict=True) if wanted]
+        own, pools = (counts[:, chosen] @ [seconds(p[k]) for p in mine] for k in (name, self.pool))
+        pools[pools == 0] = math.nan
+        return own / pools * self._pool(counts)
+
+    def _pool(self, counts: np.ndarray) -> np.ndarray:
+        return weighted([seconds(prompt[self.pool]) for prompt in self.prompts], counts)
+
+    def curve(self, account: str, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Costs and scores of Best-of-n by size, each `[draws, sizes]`: those with a known cost."""
+        scores = weighted(self.scores, counts)
         if account == "tokens":
-            costs = self.token_costs[rows].mean(axis=0)
-            return list(zip(costs.tolist(), means.tolist(), strict=True))
-        found = zip(self.costs[account], self.shown, strict=True)
-        return [(cost, float(means[self.sizes.index(n)])) for cost, n in found if cost is not None]
+            return weighted(self.token_costs, counts), scores
+        cost_of = self._paper if account == "paper" else self._packed
+        found = {n: cost_of(n, counts) for n in self.shown}
+        known = [n for n, cost in found.items() if cost is not None]
+        costs = np.array([found[n] for n in known]).reshape(len(known), len(counts)).T
+        return costs, scores[:, [self.sizes.index(n) for n in known]]
+
+
+def weighted(values: Any, counts: np.ndarray) -> np.ndarray:
+    """Means of `values [prompts, ...]` by `counts [draws, prompts]`: `[draws, ...]`."""
+    return ((counts @ np.asarray(values, float)).T / counts.sum(axis=1)).T
+
+
+def _only(values: np.ndarray | None) -> float | None:
+    return None if values is None else float(values[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +216,7 @@ class Gain:
 
     bound: Bound
     interval: tuple[float, float] | None
-    draws: np.ndarray | None = field(default=None, compare=False, repr=False)  # [DRAWS]
+    draws: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     def beside(self, other: Gain) -> tuple[float, float] | None:
         """95 % interval of this gain over another's, drawn over the same prompts (paired)."""
@@ -206,25 +233,28 @@ class Gain:
 
 def gain(base: BestOfN, method: Searched, account: str) -> Gain | None:
     """None where the account has no cost of Best-of-N (nothing was timed)."""
-    everyone = np.arange(len(base.prompts))
-    found = _gain(base, method, account, everyone)
+    num = len(base.prompts)
+    (found,) = _gains(base, method, account, base.everyone)
     if found is None:
         return None
-    if len(everyone) < 2:
+    if num < 2:
         return Gain(found, None)
-    rng = np.random.default_rng(0)  # the same draws for every method: they can be paired
-    drawn = [
-        _gain(base, method, account, rows)
-        for rows in rng.integers(0, len(everyone), (DRAWS, len(everyone)))
-    ]
+    rng = np.random.default_rng(BOOTSTRAP_SEED)  # the same draws for every method: paired
+    counts = rng.multinomial(num, np.full(num, 1 / num), BOOTSTRAP_DRAWS).astype(float)
+    drawn = _gains(base, method, account, counts)
     values = np.array([math.nan if bound is None else bound.value for bound in drawn])
     low, high = np.nanpercentile(values, [2.5, 97.5])
     return Gain(found, (float(low), float(high)), values)
 
 
-def _gain(base: BestOfN, method: Searched, account: str, rows: np.ndarray) -> Bound | None:
-    cost = float(method.costs(account)[rows].mean())
-    return speedup(base.curve(account, rows), cost, float(method.scores[rows].mean()))
+def _gains(base: BestOfN, method: Searched, account: str, counts: np.ndarray) -> list[Bound | None]:
+    """One a draw; None where no cost of Best-of-N is known."""
+    own = weighted(method.costs(account), counts), weighted(method.scores, counts)
+    curves = (array.tolist() for array in base.curve(account, counts))
+    return [
+        None if any(map(math.isnan, costs)) else speedup(list(zip(costs, scores, strict=True)), *at)
+        for costs, scores, *at in zip(*curves, *(array.tolist() for array in own), strict=True)
+    ]
 
 
 def interval_text(values: np.ndarray) -> str:

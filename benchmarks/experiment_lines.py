@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.experiment_plan import EXTENT, FILES, PARTIAL, POOL, SELF_POOL, Config, Size
+from benchmarks.experiment_plan import COUNTS, EXTENT, FILES, PARTIAL, POOL, SELF_POOL, Config, Size
 from benchmarks.experiment_whole import (
     ROUND_FIELDS,
     is_whole,
@@ -76,7 +76,10 @@ class Archive:
         return self.folder / f"{file}.jsonl"
 
     def claim(self, base: Settings, size: Size, prompts: Sequence[Prompt]) -> None:
-        """Makes the folder this experiment's; ValueError where it is another's."""
+        """Makes the folder this experiment's; ValueError where it is another's.
+
+        EXTENT's settings may differ: the largest COUNTS stay, the chunks are the last call's.
+        """
         if self.done and not (self.folder / SETTINGS).exists():
             raise ValueError(
                 f"--out {self.folder} has results but no {SETTINGS}: what they were made with is "
@@ -87,10 +90,13 @@ class Archive:
             for key, value in dataclasses.asdict(size).items()
         }
         if self.done:  # else nothing is lost, a mistyped first command included
-            self._check_settings(mine)
+            theirs = self.settings()
+            self._check_settings(theirs, mine)
+            largest = {key: max(theirs[key], mine[key]) for key in COUNTS if key in theirs}
+            mine = theirs | mine | largest
         known = self.check_prompts(prompts)
-        for name, content in ((SETTINGS, mine), (PROMPTS, known)):
-            write_whole(self.folder / name, json.dumps(content, indent=1, allow_nan=False) + "\n")
+        for name, stored in ((SETTINGS, mine), (PROMPTS, known)):
+            write_whole(self.folder / name, json.dumps(stored, indent=1, allow_nan=False) + "\n")
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> dict[str, str]:
         """Fingerprints by JSON_idx, those stored and these; ValueError where a prompt that has been
@@ -109,8 +115,7 @@ class Archive:
                 )
         return known | own
 
-    def _check_settings(self, mine: dict[str, Any]) -> None:
-        theirs = self.settings()
+    def _check_settings(self, theirs: dict[str, Any], mine: dict[str, Any]) -> None:
         differing = [f"{k} is {theirs.get(k)!r} there, {v!r} now" for k, v in mine.items()
                      if k not in EXTENT and theirs.get(k) != v]  # fmt: skip
         if differing:
@@ -126,7 +131,7 @@ class Archive:
         return stored
 
     def size(self) -> Size:
-        """The size that the folder was made with."""
+        """The size that the folder was made with, and grown to."""
         stored = self.settings()
         names = [field.name for field in dataclasses.fields(Size)]
         if missing := [name for name in names if name not in stored]:

@@ -8,8 +8,6 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from benchmarks.experiment_accounts import ACCOUNTS
 from postprocess import pictures, plot_memory, plot_partial
 
@@ -37,8 +35,8 @@ def draw_all(report: Report, out: Path) -> list[Path]:
 def _accounts(report: Report, folder: Path) -> list[Path]:
     """One panel an account; without timed waves only tokens."""
     base, methods = report.base, report.methods
-    everyone = np.arange(len(base.prompts))
-    curves = {account: base.curve(account, everyone) for account in ACCOUNTS}
+    found = {account: base.curve(account, base.everyone) for account in ACCOUNTS}
+    curves = {key: list(zip(x[0], y[0], strict=True)) for key, (x, y) in found.items()}
     shown = [account for account in ACCOUNTS if len(curves[account]) > 1]
     plt = pictures.start(False)
     figure, axes = plt.subplots(

@@ -17,7 +17,8 @@ from suite.settings import Settings
 
 POOL, SELF_POOL, PARTIAL = "pool", "self pool", "partial"
 FILES = ("pool", "rejection", "timing", "self_reward", "partial")
-EXTENT = ("timed_prompts", "side_prompts", "chunk_prompts")  # how many and when: in no line
+COUNTS = ("timed_prompts", "side_prompts")  # more of them only add lines
+EXTENT = (*COUNTS, "chunk_prompts")  # how many prompts, in what order: no line depends on them
 
 
 @dataclass(frozen=True, slots=True)

@@ -285,9 +285,12 @@ def test_more_side_prompts_go_on_in_the_same_folder(small, made, tmp_path, capsy
     added = {"self pool", "self alpha 0.5", "partial", "alpha 0.5 read again"}
     assert after.keys() - before.keys() == {(last, name) for name in added}
     assert before.items() <= after.items()
-    assert json.loads(read(tmp_path / "settings.json")) == json.loads(known) | {
-        "side_prompts": 3, "chunk_prompts": 3
-    }  # fmt: skip
+    grown = json.loads(known) | {"side_prompts": 3, "chunk_prompts": 3}
+    assert json.loads(read(tmp_path / "settings.json")) == grown
+    fewer = ["--side_prompts", "0", "--timed_prompts", "1", "--chunk_prompts", "3"]
+    assert experiment.main([*more, *fewer]) == 0
+    assert json.loads(read(tmp_path / "settings.json")) == grown, "as many lines are there"
+    assert lines_of(tmp_path) == after
 
 
 def test_results_of_unknown_origin_are_refused(small, made, tmp_path, capsys):

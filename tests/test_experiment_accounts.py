@@ -106,6 +106,20 @@ def test_gains_are_compared_on_the_same_prompts():
     )
 
 
+def test_intervals_cover_the_seconds_of_best_of_n_too():
+    """Two timed prompts, waves of 3 and of 6 s, alike in all else: drawn alone they give 2 and 4
+    times; with one of them timed every draw that has it says the same."""
+    prompts = [made_up(idx, 7 / 3, 8) for idx in range(2)]
+    for name in ("wave seed 0", "wave seed 1"):
+        prompts[1][name] = prompts[1][name] | {"generation_sec": 3.0, "reward_sec": 3.0}
+    size = Size(pool=4, block=4, fit_rows=2)
+    both, one = (BestOfN(prompts, size, timed) for timed in (prompts, prompts[:1]))
+    found = [gain(base, searched(base, "0.5", ["run"]), "paper") for base in (both, one)]
+    assert [g.bound.value for g in found] == pytest.approx([3.0, 2.0])
+    assert found[0].interval == pytest.approx((2.0, 4.0))
+    assert found[1].interval == pytest.approx((2.0, 2.0))
+
+
 def test_a_prompt_counts_by_the_mean_of_the_seeds_that_it_has():
     prompts = [made_up(idx, 3.0, 8) for idx in range(2)]
     prompts[1]["again"] = made_up(1, 0.0, 20)["run"]
