@@ -90,9 +90,9 @@ class Archive:
             for key, value in dataclasses.asdict(size).items()
         }
         if self.done:  # else nothing is lost, a mistyped first command included
-            theirs = self.settings()
+            theirs, grown = self.settings(), self.size()
             self._check_settings(theirs, mine)
-            largest = {key: max(theirs[key], mine[key]) for key in COUNTS if key in theirs}
+            largest = {key: max(getattr(grown, key), getattr(size, key)) for key in COUNTS}
             mine = theirs | mine | largest
         known = self.check_prompts(prompts)
         for name, stored in ((SETTINGS, mine), (PROMPTS, known)):
@@ -139,7 +139,7 @@ class Archive:
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
         try:
             return Size(**{name: values[name] for name in names})
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(f"{self.folder / SETTINGS} is damaged: {error}") from error
 
     def add(self, file: str, line: Line) -> None:

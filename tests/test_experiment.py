@@ -279,6 +279,13 @@ def test_more_side_prompts_go_on_in_the_same_folder(small, made, tmp_path, capsy
     assert experiment.main([*more, "--self_pool", "7"]) == 2
     assert "holds another experiment: self_pool is 8 there, 7 now; give" in capsys.readouterr().err
     assert read(tmp_path / "settings.json") == known
+    for wrong in ("two", None, -1):
+        damaged = json.dumps(json.loads(known) | {"side_prompts": wrong})
+        (tmp_path / "settings.json").write_text(damaged)
+        assert experiment.main(more) == 2
+        assert "settings.json is damaged" in capsys.readouterr().err
+        assert read(tmp_path / "settings.json") == damaged
+    (tmp_path / "settings.json").write_text(known)
     assert experiment.main([*more, "--chunk_prompts", "3"]) == 0
     before, after = lines_of(made[0]), lines_of(tmp_path)
     (last,) = {0, 1, 2} - {idx for idx, name in before if name == "partial"}
