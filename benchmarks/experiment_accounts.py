@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.experiment_lines import exact
 from benchmarks.experiment_plan import POOL, Size, packed_name, wave_name
 from postprocess.pool import sizes_up_to, subset_weights
 from postprocess.stats import BOOTSTRAP_DRAWS, BOOTSTRAP_SEED, MIN_RANGE, Bound, bootstrap, speedup
@@ -201,7 +202,7 @@ def searched(base: BestOfN, name: str, configs: Sequence[str]) -> Searched:
     return Searched(
         name,
         sum(map(len, lines)),
-        mean(lambda prompt, line: base.score(prompt, line["best"]["score"])),
+        mean(lambda prompt, line: base.score(prompt, exact(line["best"]["score"]))),
         mean(lambda _, line: seconds(line)),
         mean(lambda _, line: line["tokens_generated"]),
         mean(lambda _, line: line["tokens_scored"]),

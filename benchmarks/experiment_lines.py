@@ -223,7 +223,7 @@ def _details(config: Config, items: Sequence[dict[str, Any]], text_of: Any) -> d
         return {
             "process_seeds": [item["process_seed"] for item in items],
             "winners": _winners(items, text_of),
-            "scores": [_exact(t["score"]) for item in items for t in item["trajectories"]],
+            "scores": [exact(t["score"]) for item in items for t in item["trajectories"]],
             "num_tokens": [t["num_tokens"] for item in items for t in item["trajectories"]],
         }
     (item,) = items
@@ -259,8 +259,8 @@ def correlation(
     return [len(both), spearman(early, late)]
 
 
-def _exact(score: float) -> float:
-    """Nine digits tell float32 values apart: scores are computed in float32 at the most."""
+def exact(score: float) -> float:
+    """As pools are stored: nine digits, which tell float32 values apart; scores are float32."""
     return float(f"{score:.9g}")
 
 

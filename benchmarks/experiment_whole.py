@@ -6,9 +6,10 @@ where runs can have them, so that no sum or ratio of them is infinite.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
-from benchmarks.experiment_plan import PARTIAL, POOL, SELF_POOL
+from benchmarks.experiment_plan import PARTIAL, POOL, SELF_POOL, Size
 from postprocess.reading import count_of, finite
 
 LARGEST = 10**15  # of any number: of tokens, bytes, seconds or a score
@@ -47,12 +48,22 @@ def is_whole_session(line: dict[str, Any]) -> bool:
 
 
 def wrong_settings(stored: dict[str, Any]) -> list[str]:
-    """Names in the settings file that the report needs and that are missing or of a wrong type."""
+    """Names in the settings file that the report needs and that are missing or of a wrong type;
+    of the size, those of a wrong type."""
     texts = ("llm_name", "reward_model_name", "reward_cache")
     sound = {name: isinstance(stored.get(name), str) for name in texts}
     sound |= {name: _count(stored.get(name)) for name in ("top_k", "max_gen_tokens")}
     sound["temperature"] = _number(stored.get("temperature"))
+    size = asdict(Size()).items()
+    sound |= {name: _alike(stored[name], usual) for name, usual in size if name in stored}
     return [name for name, is_sound in sound.items() if not is_sound]
+
+
+def _alike(value: Any, usual: Any) -> bool:
+    """A count where the usual value is one, else a list of numbers."""
+    if isinstance(usual, int):
+        return _count(value)
+    return isinstance(value, list) and all(map(_number, value))
 
 
 def _count(value: Any) -> bool:

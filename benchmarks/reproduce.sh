@@ -23,7 +23,7 @@ case $part in
 experiment | shapes | all) ;;
 *) echo "reproduce.sh: error: PART must be experiment, shapes or all, got $part" >&2; exit 2 ;;
 esac
-mkdir -p "$out"
+mkdir -p "$out" || exit 2
 
 if [ "$part" = experiment ] || [ "$part" = all ]; then
     if [ -e "$out/full.tar.gz" ] && [ ! -d "$out/full" ]; then

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import random
 import shutil
@@ -279,13 +280,6 @@ def test_more_side_prompts_go_on_in_the_same_folder(small, made, tmp_path, capsy
     assert experiment.main([*more, "--self_pool", "7"]) == 2
     assert "holds another experiment: self_pool is 8 there, 7 now; give" in capsys.readouterr().err
     assert read(tmp_path / "settings.json") == known
-    for wrong in ("two", None, -1):
-        damaged = json.dumps(json.loads(known) | {"side_prompts": wrong})
-        (tmp_path / "settings.json").write_text(damaged)
-        assert experiment.main(more) == 2
-        assert "settings.json is damaged" in capsys.readouterr().err
-        assert read(tmp_path / "settings.json") == damaged
-    (tmp_path / "settings.json").write_text(known)
     assert experiment.main([*more, "--chunk_prompts", "3"]) == 0
     before, after = lines_of(made[0]), lines_of(tmp_path)
     (last,) = {0, 1, 2} - {idx for idx, name in before if name == "partial"}
@@ -346,6 +340,24 @@ def test_a_report_that_can_not_be_written_is_one_line(made, tmp_path, capsys):
     (tmp_path / "report.md").mkdir()
     assert experiment_report.main([str(tmp_path), "--no_pictures"]) == 2
     assert "report.md could not be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [("side_prompts", "2"), ("chunk_prompts", None), ("timed_prompts", -3), ("fit_rows", 8.0),
+     ("alphas", None), ("alphas", ["0.5"]), ("pool", True), ("side_prompts", math.nan)],
+)  # fmt: skip
+def test_a_damaged_size_is_said_by_name(small, made, tmp_path, capsys, name, wrong):
+    """To go on with and to report on; the file stays as it is."""
+    copied(made[0], tmp_path)
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps(json.loads(read(path)) | {name: wrong}))
+    damaged = read(path)
+    assert experiment.main([*small, "--out", str(tmp_path)]) == 2
+    assert experiment_report.main([str(tmp_path)]) == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert len(said) == 2 and all(f"settings.json is damaged: {name}" in line for line in said)
+    assert read(path) == damaged
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"pool": 8}', '{"pool": ', '{"top_k": "x"}'])

@@ -106,6 +106,14 @@ def test_gains_are_compared_on_the_same_prompts():
     )
 
 
+def test_a_winner_of_the_pool_scores_what_the_pool_does():
+    """A pool keeps nine digits of a score, a run's winner all of them: the same score is 100."""
+    prompts = [made_up(0, -48.26390329600001, 8)]
+    prompts[0]["pool"]["scores"] = [-48.2639033, -50.0, -49.0, -51.0]
+    base = BestOfN(prompts, Size(pool=4, block=4, fit_rows=2))
+    assert searched(base, "0.5", ["run"]).scores.tolist() == [100.0]
+
+
 def test_intervals_cover_the_seconds_of_best_of_n_too():
     """Two timed prompts, waves of 3 and of 6 s, alike in all else: drawn alone they give 2 and 4
     times; with one of them timed every draw that has it says the same."""
