@@ -19,7 +19,16 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.experiment_plan import COUNTS, EXTENT, FILES, PARTIAL, POOL, SELF_POOL, Config, Size
+from benchmarks.experiment_plan import (
+    EXTENT,
+    FILES,
+    GROWING,
+    PARTIAL,
+    POOL,
+    SELF_POOL,
+    Config,
+    Size,
+)
 from benchmarks.experiment_whole import (
     ROUND_FIELDS,
     is_whole,
@@ -78,7 +87,7 @@ class Archive:
     def claim(self, base: Settings, size: Size, prompts: Sequence[Prompt]) -> None:
         """Makes the folder this experiment's; ValueError where it is another's.
 
-        EXTENT's settings may differ: the largest COUNTS stay, the chunks are the last call's.
+        EXTENT may differ: of GROWING the largest stay, the chunks are the last call's.
         """
         if self.done and not (self.folder / SETTINGS).exists():
             raise ValueError(
@@ -92,7 +101,7 @@ class Archive:
         if self.done:  # else nothing is lost, a mistyped first command included
             theirs, grown = self.settings(), self.size()
             self._check_settings(theirs, mine)
-            largest = {key: max(getattr(grown, key), getattr(size, key)) for key in COUNTS}
+            largest = {key: max(getattr(grown, key), getattr(size, key)) for key in GROWING}
             mine = theirs | mine | largest
         known = self.check_prompts(prompts)
         for name, stored in ((SETTINGS, mine), (PROMPTS, known)):

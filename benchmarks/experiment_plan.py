@@ -17,8 +17,8 @@ from suite.settings import Settings
 
 POOL, SELF_POOL, PARTIAL = "pool", "self pool", "partial"
 FILES = ("pool", "rejection", "timing", "self_reward", "partial")
-COUNTS = ("timed_prompts", "side_prompts")  # more of them only add lines
-EXTENT = (*COUNTS, "chunk_prompts")  # how many prompts, in what order: no line depends on them
+GROWING = ("timed_prompts", "side_prompts")  # more of them only add lines
+EXTENT = (*GROWING, "chunk_prompts")  # how many prompts, in what order: no line depends on them
 
 
 @dataclass(frozen=True, slots=True)

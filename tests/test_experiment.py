@@ -463,6 +463,14 @@ def test_the_script_says_its_usage() -> None:
     assert done.returncode == 2 and done.stderr.startswith("usage: reproduce.sh PROMPTS.json OUT")
 
 
+def test_the_script_refuses_a_file_in_the_place_of_its_folder(tmp_path) -> None:
+    (tmp_path / "out").write_text("mine")
+    script = PROJECT / "benchmarks" / "reproduce.sh"
+    done = subprocess.run([script, "none.json", tmp_path / "out"], capture_output=True, text=True)
+    assert done.returncode == 2 and str(tmp_path / "out") in done.stderr
+    assert (tmp_path / "out").read_text() == "mine"
+
+
 def test_an_unknown_part_is_refused(tmp_path) -> None:
     script = PROJECT / "benchmarks" / "reproduce.sh"
     env = os.environ | {"PART": "experiments"}

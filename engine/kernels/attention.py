@@ -245,7 +245,7 @@ def combine_parts(
         rows,
         H=num_heads,
         D=head_dim,
-        D_PAD=max(MIN_DOT, triton.next_power_of_2(head_dim)),
+        D_PAD=triton.next_power_of_2(head_dim),
         BLOCK_N=plan.suffix_block_n,
         PREFIX_STATES=plan.prefix_splits,
         SPLITS=plan.suffix_splits,
